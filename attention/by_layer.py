@@ -10,7 +10,8 @@ Attend = Callable[[int | None], RingAttention | HybridAttention]
 
 
 class LayerAttention:
-    """The attention of every layer of a micro-batch; `windows` has one window per layer of the model."""
+    """The attention of every layer of a micro-batch; `windows` has one window per layer of the
+    model."""
 
     def __init__(self, windows: Sequence[int | None], attend: Attend) -> None:
         self.windows = windows
@@ -22,7 +23,9 @@ class LayerAttention:
     @property
     def last(self) -> str:
         """Layer and pass that this rank entered last, per window; for error messages."""
-        return ", ".join(f"{attention.last} (window {window})" for window, attention in self.of_window.items())
+        return ", ".join(
+            f"{attention.last} (window {window})" for window, attention in self.of_window.items()
+        )
 
 
 PackedAttention = RingAttention | HybridAttention | LayerAttention

@@ -1,6 +1,8 @@
-"""The operators of ring attention without torch's registry, where neither a compiler nor a mode looks on.
+"""The operators of ring attention without torch's registry, where neither a compiler nor a mode
+looks on.
 
-Plain functions of autograd cost the host half as much, and documents that are whole on this rank need only one of them.
+Plain functions of autograd cost the host half as much, and documents that are whole on this rank
+need only one of them.
 """
 
 from typing import Any
@@ -36,7 +38,9 @@ def ring_attention(
         out = Whole.apply(queries(lambda x: x), k, v, sink_logits, call, layer)  # type: ignore[no-untyped-call]
         return out
     begun = Begin.apply(k, v, after, call, layer)  # type: ignore[no-untyped-call]
-    out, *_ = Forward.apply(queries(lambda x: x), k, v, sink_logits, begun, *operator.PLAIN, call, layer)  # type: ignore[no-untyped-call]
+    out, *_ = Forward.apply(
+        queries(lambda x: x), k, v, sink_logits, begun, *operator.PLAIN, call, layer
+    )  # type: ignore[no-untyped-call]
     return out
 
 
@@ -85,7 +89,19 @@ class Whole(torch.autograd.Function):
         q, k, v, sink_logits, out, lse, received_rows = ctx.saved_tensors
         dout, where = dout.contiguous(), (ctx.number, ctx.layer)
         frozen = not any(ctx.needs_input_grad[1:3])
-        (dq,) = operator.run(operator.backward, dout, q, k, v, out, lse, received_rows, frozen, *operator.PLAIN, *where)
+        (dq,) = operator.run(
+            operator.backward,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            received_rows,
+            frozen,
+            *operator.PLAIN,
+            *where,
+        )
         sums = None if frozen else operator.unfinished.pop(where)
         dk, dv = (None, None) if sums is None else (sums.dk.to(k.dtype), sums.dv.to(v.dtype))
         return dq, dk, dv, operator.sink_gradient(sink_logits, dout, out, lse), None, None
@@ -94,7 +110,14 @@ class Whole(torch.autograd.Function):
 @kept
 @operator.watched("forward")
 def _whole(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, call: int, layer: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink_logits: torch.Tensor | None,
+    call: int,
+    layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Does `begin` and `forward` where no message is sent."""
-    return operator.attended(operator.BegunForward.on(operator.find(call), k, v, layer), q, k, v, sink_logits)
+    return operator.attended(
+        operator.BegunForward.on(operator.find(call), k, v, layer), q, k, v, sink_logits
+    )

@@ -1,8 +1,10 @@
-"""Expansion: models with latent attention keep less of a token than its keys and values, and compute both from it.
+"""Expansion: models with latent attention keep less of a token than its keys and values, and
+compute both from it.
 
-Ring attention then sends what they keep. Received rows are expanded where they are attended, call by call, and again in
-backward, where autograd differentiates the expansion: the gradients of rows return to their owners, and those of its weights
-are summed in float32 on the rank that expanded them. A rank's own rows are expanded once, by the model.
+Ring attention then sends what they keep. Received rows are expanded where they are attended, call
+by call, and again in backward, where autograd differentiates the expansion: the gradients of rows
+return to their owners, and those of its weights are summed in float32 on the rank that expanded
+them. A rank's own rows are expanded once, by the model.
 """
 
 from collections.abc import Iterator
@@ -14,21 +16,25 @@ from torch import Tensor
 
 
 class Expansion(Protocol):
-    """Computes K and V of each token from the two tensors that a model keeps of it. `number`: see `operator.register`."""
+    """Computes K and V of each token from the two tensors that a model keeps of it. `number`: see
+    `operator.register`."""
 
     number: int
 
     def expand(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns k and v [tokens, kv_heads, head_dim], each row from one row of both [tokens, ..], and of nothing random."""
+        """Returns k and v [tokens, kv_heads, head_dim], each row from one row of both [tokens, ..],
+        and of nothing random."""
         ...
 
     def weights(self) -> list[Tensor]:
-        """Returns the parameters that `expand` uses and that need gradients, always in the same order."""
+        """Returns the parameters that `expand` uses and that need gradients, always in the same
+        order."""
         ...
 
 
 class Compressed(NamedTuple):
-    """What ring attention sends in place of K and V: `first` and `second` [tokens, ..], and what computes K and V from them.
+    """What ring attention sends in place of K and V: `first` and `second` [tokens, ..], and what
+    computes K and V from them.
 
     `autocast`: whether the model runs under autocast, to the dtype of both.
     """
@@ -48,22 +54,34 @@ class Expanding:
 
     def keys(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of received rows."""
-        with torch.autocast(first.device.type, first.dtype, cache_enabled=False) if self.autocast else nullcontext():
+        with (
+            torch.autocast(first.device.type, first.dtype, cache_enabled=False)
+            if self.autocast
+            else nullcontext()
+        ):
             return self.expansion.expand(first, second)
 
     @contextmanager
     def differentiable(self) -> Iterator[None]:
         """Records what is computed for autograd, which custom operators leave out."""
-        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        included, excluded = (
+            torch._C._dispatch_tls_local_include_set(),
+            torch._C._dispatch_tls_local_exclude_set(),
+        )
         excluded = excluded.remove(torch._C.DispatchKey.AutogradFunctionality)
         with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
             yield
 
-    def gradients(self, rows: list[Tensor], keys: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of both tensors `rows`, of which `keys` were computed, and adds those of the weights."""
+    def gradients(
+        self, rows: list[Tensor], keys: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of both tensors `rows`, of which `keys` were computed, and adds
+        those of the weights."""
         weights = self.expansion.weights()
         with self.differentiable():
-            gradients = torch.autograd.grad(keys, [*rows, *weights], [dk, dv], materialize_grads=True)
+            gradients = torch.autograd.grad(
+                keys, [*rows, *weights], [dk, dv], materialize_grads=True
+            )
         for total, gradient in zip(self.sums_for(weights), gradients[2:], strict=True):
             total += gradient
         return gradients[0], gradients[1]
@@ -71,5 +89,8 @@ class Expanding:
     def sums_for(self, weights: list[Tensor]) -> list[Tensor]:
         """Returns the sums of the gradients of the weights, in float32 or wider."""
         if not self.sums:
-            self.sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in weights]
+            self.sums = [
+                torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+                for each in weights
+            ]
         return self.sums

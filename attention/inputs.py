@@ -1,4 +1,5 @@
-"""Input checks: tensors, layout, group and device must match before anything is computed or sent."""
+"""Input checks: tensors, layout, group and device must match before anything is computed or
+sent."""
 
 from collections.abc import Callable
 
@@ -11,8 +12,9 @@ from longctx.errors import UserError
 from longctx.planning.layout import CrossLayout, Layout
 
 Queries = Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
-"""Function that computes the queries [tokens, heads, head_dim]. It is given a function to call on its input, which returns the
-same tensor: compilers then see that the gradients of K and V are waited for after that of this tensor."""
+"""Function that computes the queries [tokens, heads, head_dim]. It is given a function to call on
+its input, which returns the same tensor: compilers then see that the gradients of K and V are
+waited for after that of this tensor."""
 
 
 class AttentionInputError(UserError):
@@ -29,22 +31,36 @@ TENSORS: dict[str, Rule] = {
 
 
 class CheckedAttention:
-    """Base class for the attention of one micro-batch: checks layout and group when built, and the tensors of every call."""
+    """Base class for the attention of one micro-batch: checks layout and group when built, and the
+    tensors of every call."""
 
-    def __init__(self, layout: Layout | CrossLayout, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        layout: Layout | CrossLayout,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+    ) -> None:
         self.layout, self.device = layout, torch.device(device)
-        self.tokens = layout.tokens  # a plain number, so that torch.compile does not trace the documents
+        # A plain number, so that torch.compile does not trace the documents.
+        self.tokens = layout.tokens
         self.key_tokens, self.crosses = layout.key_tokens, isinstance(layout, CrossLayout)
-        if all(shard.degree == 1 and shard.first_rank == layout.rank for pair in layout.pairs for shard in pair):
+        if all(
+            shard.degree == 1 and shard.first_rank == layout.rank
+            for pair in layout.pairs
+            for shard in pair
+        ):
             return
         if not dist.is_initialized():
             raise AttentionInputError(
-                "a document is split over ranks, but torch.distributed is not initialized: call init_process_group first"
+                "a document is split over ranks, but torch.distributed is not initialized: call "
+                "init_process_group first"
             )
         try:
             rank = dist.get_rank(group)
         except (TypeError, ValueError, AttributeError) as error:
-            raise AttentionInputError(f"group is {group!r}: must be a process group of torch.distributed, or None") from error
+            raise AttentionInputError(
+                f"group is {group!r}: must be a process group of torch.distributed, or None"
+            ) from error
         if rank != layout.rank:
             raise AttentionInputError(
                 f"the layout is for rank {layout.rank}, but this is rank {rank} of the group: "
@@ -61,16 +77,20 @@ class CheckedAttention:
         sink_logits: torch.Tensor | None = None,
         compressed: Compressed | None = None,
     ) -> torch.Tensor:
-        """Computes attention. A function `q` is called for the queries once K and V are on their way, which hides messages.
+        """Computes attention. A function `q` is called for the queries once K and V are on their
+        way, which hides messages.
 
         With `compressed`, from which k and v were expanded, this travels in their place.
         """
         if compressed is not None and any(
-            each.shape[0] != k.shape[0] or each.dtype != k.dtype or each.device != k.device for each in compressed[:2]
+            each.shape[0] != k.shape[0] or each.dtype != k.dtype or each.device != k.device
+            for each in compressed[:2]
         ):
             raise AttentionInputError(
-                f"what travels in place of k and v must share its {k.shape[0]} tokens, dtype and device, not "
-                f"{_shapes(*compressed[:2])}, {compressed.first.dtype}/{compressed.second.dtype}: expand k and v from it"
+                f"what travels in place of k and v must share its {k.shape[0]} tokens, dtype and "
+                "device, not "
+                f"{_shapes(*compressed[:2])}, {compressed.first.dtype}/{compressed.second.dtype}: "
+                "expand k and v from it"
             )
         if isinstance(q, torch.Tensor):
             self._check(q, k, v, sink_logits)
@@ -96,58 +116,78 @@ class CheckedAttention:
         """Computes attention of the queries that the function returns."""
         raise NotImplementedError
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
+    def _check(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None
+    ) -> None:
         """Raises AttentionInputError for tensors that do not match each other or the layout."""
-        check_arguments(AttentionInputError, TENSORS, {"q": q, "k": k, "v": v, "sink_logits": sink_logits})
+        check_arguments(
+            AttentionInputError, TENSORS, {"q": q, "k": k, "v": v, "sink_logits": sink_logits}
+        )
         if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
-            raise AttentionInputError(f"q, k and v must be [tokens, heads, head_dim], not {_shapes(q, k, v)}")
+            raise AttentionInputError(
+                f"q, k and v must be [tokens, heads, head_dim], not {_shapes(q, k, v)}"
+            )
         if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2]:
             raise AttentionInputError(
-                f"k and v must have the same number of tokens and heads, q and k the same head size, not {_shapes(q, k, v)}"
+                "k and v must have the same number of tokens and heads, q and k the same head "
+                f"size, not {_shapes(q, k, v)}"
             )
         if q.shape[0] != k.shape[0] and not self.crosses:
             raise AttentionInputError(
-                f"q, k and v must have the same number of tokens, not {_shapes(q, k, v)}: only cross-attention, with a "
+                f"q, k and v must have the same number of tokens, not {_shapes(q, k, v)}: only "
+                "cross-attention, with a "
                 "CrossLayout, has others"
             )
         if 0 in (*q.shape[1:], *k.shape[1:], *v.shape[1:]):
             raise AttentionInputError(
-                f"q, k and v must have at least one head and a head size of 1 or more, not {_shapes(q, k, v)}"
+                "q, k and v must have at least one head and a head size of 1 or more, not "
+                f"{_shapes(q, k, v)}"
             )
         if q.shape[1] % k.shape[1]:
             raise AttentionInputError(
-                f"q has {q.shape[1]} heads, which is not a multiple of the {k.shape[1]} kv heads: use a multiple"
+                f"q has {q.shape[1]} heads, which is not a multiple of the {k.shape[1]} kv heads: "
+                "use a multiple"
             )
         if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
             raise AttentionInputError(
-                f"q, k and v must share dtype and device, not {q.dtype}/{k.dtype}/{v.dtype} on {q.device}/{k.device}/{v.device}"
+                f"q, k and v must share dtype and device, not {q.dtype}/{k.dtype}/{v.dtype} on "
+                f"{q.device}/{k.device}/{v.device}"
             )
         if not q.dtype.is_floating_point:
-            raise AttentionInputError(f"q, k and v are {q.dtype}: they must have a floating-point dtype")
+            raise AttentionInputError(
+                f"q, k and v are {q.dtype}: they must have a floating-point dtype"
+            )
         if q.device.type != self.device.type:
             raise AttentionInputError(
-                f"q, k and v are on {q.device}, but this attention was built for {self.device}: build it with device=q.device"
+                f"q, k and v are on {q.device}, but this attention was built for {self.device}: "
+                "build it with device=q.device"
             )
         if _strided(q) or _strided(k) or _strided(v):
             raise AttentionInputError(
-                f"the last dimension of q, k and v must be contiguous, not with strides {q.stride()}, {k.stride()}, "
+                "the last dimension of q, k and v must be contiguous, not with strides "
+                f"{q.stride()}, {k.stride()}, "
                 f"{v.stride()}: call .contiguous() on them"
             )
-        if sink_logits is not None and (sink_logits.shape != q.shape[1:2] or sink_logits.device != q.device):
+        if sink_logits is not None and (
+            sink_logits.shape != q.shape[1:2] or sink_logits.device != q.device
+        ):
             raise AttentionInputError(
-                f"sink_logits must have shape [{q.shape[1]}], one number per query head, on {q.device}, not "
+                f"sink_logits must have shape [{q.shape[1]}], one number per query head, on "
+                f"{q.device}, not "
                 f"{_shapes(sink_logits)} on {sink_logits.device}"
             )
         for name, x, tokens in (("q", q, self.tokens), ("k", k, self.key_tokens)):
             if x.shape[0] < tokens:
                 raise AttentionInputError(
-                    f"{name} has {x.shape[0]} tokens, but the layout of micro-batch {self.layout.micro_batch}, rank "
+                    f"{name} has {x.shape[0]} tokens, but the layout of micro-batch "
+                    f"{self.layout.micro_batch}, rank "
                     f"{self.layout.rank} has {tokens}: use the layout that {name} was packed with"
                 )
 
 
 def _strided(x: torch.Tensor) -> bool:
-    """Returns whether the last dimension is not contiguous; an empty tensor may be contiguous with any strides."""
+    """Returns whether the last dimension is not contiguous; an empty tensor may be contiguous with
+    any strides."""
     return x.stride(-1) != 1 and not x.is_contiguous()
 
 

@@ -1,8 +1,9 @@
-"""Keeping: forward of a recomputed block hands the outputs of our operators to its recomputation, so that neither attention nor
-its exchange runs twice.
+"""Keeping: forward of a recomputed block hands the outputs of our operators to its recomputation,
+so that neither attention nor its exchange runs twice.
 
-Torch's own selective recomputation does so by a Python mode, which every operation of both passes goes through. That costs the
-host more than the block itself, so it is left to torch.compile, where no mode exists at run time.
+Torch's own selective recomputation does so by a Python mode, which every operation of both passes
+goes through. That costs the host more than the block itself, so it is left to torch.compile, where
+no mode exists at run time.
 """
 
 import functools
@@ -27,7 +28,12 @@ class _Keeping(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self.outer, _now.keeping = getattr(_now, "keeping", None), self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         _now.keeping = self.outer
 
     def run(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -37,14 +43,16 @@ class _Keeping(AbstractContextManager[None]):
             return out
         if not self.outputs:
             raise RuntimeError(
-                "a block with recomputation `selective` was recomputed twice, but what it keeps is freed after the first time: "
+                "a block with recomputation `selective` was recomputed twice, but what it keeps is "
+                "freed after the first time: "
                 "call backward once, without retain_graph"
             )
         return self.outputs.popleft()
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns the contexts of a block's forward and of its recomputation, for `torch.utils.checkpoint.checkpoint`."""
+    """Returns the contexts of a block's forward and of its recomputation, for
+    `torch.utils.checkpoint.checkpoint`."""
     outputs = deque[Any]()
     return _Keeping(outputs, again=False), _Keeping(outputs, again=True)
 
@@ -61,5 +69,6 @@ def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _detached(out: Any) -> Any:
-    """Returns the same values in other tensors, since autograd writes their history into those that are returned."""
+    """Returns the same values in other tensors, since autograd writes their history into those that
+    are returned."""
     return out.detach() if isinstance(out, torch.Tensor) else tuple(each.detach() for each in out)

@@ -1,7 +1,9 @@
-"""Masks: visibility between the tokens of a document, as a few areas of queries and keys that a schedule cuts up.
+"""Masks: visibility between the tokens of a document, as a few areas of queries and keys that a
+schedule cuts up.
 
-A token that is not hidden always sees itself, and none sees a token of another document. Every mask is a union of disjoint
-rectangles of (query, key) positions, each with a band along the diagonal; a rank's part is a rectangle cut to its chunks.
+A token that is not hidden always sees itself, and none sees a token of another document. Every mask
+is a union of disjoint rectangles of (query, key) positions, each with a band along the diagonal; a
+rank's part is a rectangle cut to its chunks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,15 +39,19 @@ class Mask:
     """The visibility of tokens inside a document.
 
     Attributes:
-        causal: whether a token sees only itself and earlier tokens; if False it also sees later tokens (encoders).
-        window: number of nearest tokens that a token sees, including itself: window - 1 before it and, if not causal, as many
+        causal: whether a token sees only itself and earlier tokens; if False it also sees later
+        tokens (encoders). window: number of nearest tokens that a token sees, including itself:
+        window - 1 before it and, if not causal, as many
             after it. None: all tokens.
-        sinks: number of first tokens of a document that are visible (with `causal`, to later tokens) outside the window too.
-        prefix: {document: tokens}, with the document's index in the plan: number of first tokens (a prompt) that see each other
+        sinks: number of first tokens of a document that are visible (with `causal`, to later
+        tokens) outside the window too. prefix: {document: tokens}, with the document's index in the
+        plan: number of first tokens (a prompt) that see each other
             in both directions, regardless of the window.
-        blocks: {document: spans of tokens, ascending}: tokens of a span (an image) also see all later tokens of the span,
+        blocks: {document: spans of tokens, ascending}: tokens of a span (an image) also see all
+        later tokens of the span,
             regardless of the window.
-        hidden: {document: spans of tokens, ascending}: tokens that no token sees, not even they themselves.
+        hidden: {document: spans of tokens, ascending}: tokens that no token sees, not even they
+        themselves.
     """
 
     causal: bool = True
@@ -59,21 +65,32 @@ class Mask:
         check_arguments(MaskError, RULES, vars(self))
         if self.sinks and self.window is None:
             raise MaskError(
-                f"sinks is {self.sinks} without a window, so every token is visible anyway: set a window, or leave sinks out"
+                f"sinks is {self.sinks} without a window, so every token is visible anyway: set a "
+                "window, or leave sinks out"
             )
         if any(self.prefix.values()) and not self.causal:
             raise MaskError(
-                "prefix is given with causal=False, where tokens see each other in both directions anyway: leave one out"
+                "prefix is given with causal=False, where tokens see each other in both directions "
+                "anyway: leave one out"
             )
-        if any(self.blocks.values()) and (not self.causal or self.sinks or any(self.prefix.values())):
-            raise MaskError("blocks are given with causal=False, sinks or prefix, which do not go together: leave these out")
+        if any(self.blocks.values()) and (
+            not self.causal or self.sinks or any(self.prefix.values())
+        ):
+            raise MaskError(
+                "blocks are given with causal=False, sinks or prefix, which do not go together: "
+                "leave these out"
+            )
         for spans in (*self.blocks.values(), *self.hidden.values()):
             ends = [0, *(end for span in spans for end in span)]
             if any(len(span) != 2 for span in spans) or ends != sorted(ends):
-                raise MaskError(f"spans of a document are {list(spans)}: give each as (start, stop), ascending and disjoint")
+                raise MaskError(
+                    f"spans of a document are {list(spans)}: give each as (start, stop), ascending "
+                    "and disjoint"
+                )
 
     def areas(self, document: int, length: int) -> list[Segment]:
-        """Returns disjoint areas of (query, key) positions that cover exactly what is visible in a document."""
+        """Returns disjoint areas of (query, key) positions that cover exactly what is visible in a
+        document."""
         prompt = min(self.prefix.get(document, 0), length)
         sinks = min(self.sinks, length)
         lo = None if self.window is None else 1 - self.window
@@ -87,27 +104,38 @@ class Mask:
             Segment(0, length, 0, length, None, 0 if self.causal else None).cut(rest, (0, sinks)),
             whole.cut(rest, (sinks, length)),
         ]
-        areas += [Segment(*span, *span, 1, None).cut(span, span) for span in self.blocks.get(document, ())]
+        areas += [
+            Segment(*span, *span, 1, None).cut(span, span) for span in self.blocks.get(document, ())
+        ]
         if hidden := self.hidden.get(document):
             ends = [0, *(end for span in hidden for end in span), length]
-            areas = [area.cut((0, length), seen) for area in areas for seen in zip(ends[::2], ends[1::2], strict=True)]
+            areas = [
+                area.cut((0, length), seen)
+                for area in areas
+                for seen in zip(ends[::2], ends[1::2], strict=True)
+            ]
         return [area for area in areas if not area.empty]
 
     def tree_areas(self, document: int, tree: Tree) -> list[Segment]:
-        """Returns the same for a tree: on every path its tokens see what they would see in the sequence alone.
+        """Returns the same for a tree: on every path its tokens see what they would see in the
+        sequence alone.
 
-        Raises MaskError if a token would see later ones that are not on all paths through the token.
+        Raises MaskError if a token would see later ones that are not on all paths through the
+        token.
         """
         prompt, root = self.prefix.get(document, 0), tree.lengths[0]
         if self.blocks.get(document) or self.hidden.get(document):
             raise MaskError(
-                f"document {document} is a tree and has blocks or hidden tokens, which do not go together: do not merge "
+                f"document {document} is a tree and has blocks or hidden tokens, which do not go "
+                "together: do not merge "
                 "sequences"
             )
         if not self.causal or prompt > root:
             raise MaskError(
-                f"document {document} is a tree, whose sequences share only their first {root} tokens, and with "
-                f"causal={self.causal} and prefix {prompt} others would see what comes later in some of them: use a causal "
+                f"document {document} is a tree, whose sequences share only their first {root} "
+                "tokens, and with "
+                f"causal={self.causal} and prefix {prompt} others would see what comes later in "
+                "some of them: use a causal "
                 f"mask and a prefix of at most {root}, or do not merge sequences"
             )
         areas = []
@@ -116,13 +144,20 @@ class Mask:
             # Without a window, all tokens below a node see it whole.
             for other in tree.path(number) if self.window is not None else [node]:
                 cuts = (area.cut(node.positions, other.positions) for area in path)
-                areas += [_moved(cut, node.start - node.above, other.start - other.above) for cut in cuts if not cut.empty]
+                areas += [
+                    _moved(cut, node.start - node.above, other.start - other.above)
+                    for cut in cuts
+                    if not cut.empty
+                ]
             if self.window is None and node.stop < node.end:
                 areas.append(Segment(node.stop, node.end, node.start, node.stop))
         return areas
 
-    def visible(self, document: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Returns a boolean tensor [length, length]: the keys that each query sees. Dense, for references and tests."""
+    def visible(
+        self, document: int, length: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Returns a boolean tensor [length, length]: the keys that each query sees. Dense, for
+        references and tests."""
         query = torch.arange(length, device=device).unsqueeze(1)
         key = torch.arange(length, device=device).unsqueeze(0)
         seen = torch.ones(length, length, dtype=torch.bool, device=device)

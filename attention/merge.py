@@ -1,7 +1,9 @@
-"""Merges partial attention outputs by log-sum-exp, in place and in float32 (FlashAttention-2, §3.1).
+"""Merges partial attention outputs by log-sum-exp, in place and in float32 (FlashAttention-2,
+§3.1).
 
-On a GPU with Triton, one launch merges all segments and moves 10 bytes per element of a bfloat16 part; the plain version moves
-26 in several launches per segment. The choice rests on these counts, not on timings.
+On a GPU with Triton, one launch merges all segments and moves 10 bytes per element of a bfloat16
+part; the plain version moves 26 in several launches per segment. The choice rests on these counts,
+not on timings.
 """
 
 from functools import cache
@@ -17,17 +19,30 @@ ROWS = 32
 """Rows that each program of the fused version merges, per head."""
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, segments: Segments) -> None:
+def merge_(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    segments: Segments,
+) -> None:
     """Merges a partial result into the running result for the queries in `segments`, in place.
 
-    out [T, heads, v_dim] and lse [T, heads] are the running result in the accumulation dtype; part and part_lse have the same
-    shapes. Every query in `segments` has seen a key in the partial result, so two values of -inf never meet.
+    out [T, heads, v_dim] and lse [T, heads] are the running result in the accumulation dtype; part
+    and part_lse have the same shapes. Every query in `segments` has seen a key in the partial
+    result, so two values of -inf never meet.
     """
     fused = out.is_cuda and out.dtype == torch.float32 and _has_triton()
     (merge_fused_ if fused else merge_plain_)(out, lse, part, part_lse, segments)
 
 
-def merge_plain_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, segments: Segments) -> None:
+def merge_plain_(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    segments: Segments,
+) -> None:
     """Implements `merge_` with PyTorch operations, for any device and dtype."""
     for segment in segments:
         rows = segment.queries
@@ -37,8 +52,15 @@ def merge_plain_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_
         lse[rows] = total
 
 
-def merge_fused_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, segments: Segments) -> None:
-    """Implements `merge_` as one Triton launch; out and lse must be float32, with contiguous last dimension of out."""
+def merge_fused_(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    segments: Segments,
+) -> None:
+    """Implements `merge_` as one Triton launch; out and lse must be float32, with contiguous last
+    dimension of out."""
     tiles = device_tiles(segments, False, ROWS, ROWS, out.device)
     heads, dim = out.shape[1:]
     programs = tiles.table.shape[0] * heads

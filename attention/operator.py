@@ -1,13 +1,15 @@
-"""The custom operators of ring attention in one layer, and `ring_attention`, which calls them around the queries.
+"""The custom operators of ring attention in one layer, and `ring_attention`, which calls them
+around the queries.
 
     begin     posts the first messages of K and V, which travel while the queries are computed
     forward   computes attention
-    backward  computes the gradients of the queries; those of K and V return beside the queries' own backward
+    backward  computes the gradients of the queries; those of K and V return beside the
+              queries' own backward
     finish    waits for them
 
-They are opaque to torch.compile, and selective recomputation can keep their outputs, so attention and its exchange never run
-twice. Schedule, communicator and kernel of a micro-batch are looked up by a number, because an integer passes through
-compilation without a guard on the micro-batch.
+They are opaque to torch.compile, and selective recomputation can keep their outputs, so attention
+and its exchange never run twice. Schedule, communicator and kernel of a micro-batch are looked up
+by a number, because an integer passes through compilation without a guard on the micro-batch.
 """
 
 import functools
@@ -36,7 +38,8 @@ PLAIN: tuple[Any, ...] = [], [], NO_EXPANSION, False
 
 
 class BegunForward(NamedTuple):
-    """A forward pass whose first messages are under way, the buffer for received K and V, and the steps that are left."""
+    """A forward pass whose first messages are under way, the buffer for received K and V, and the
+    steps that are left."""
 
     this: RingPass
     kept: Tensor
@@ -51,7 +54,8 @@ class BegunForward(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """A backward pass whose gradients of K and V, in the accumulation dtype, are complete after `end`; None: they are now."""
+    """A backward pass whose gradients of K and V, in the accumulation dtype, are complete after
+    `end`; None: they are now."""
 
     this: RingPass
     dk: Tensor
@@ -64,19 +68,22 @@ unfinished: dict[tuple[int, int], Unfinished] = {}
 
 
 def register(what: object) -> int:
-    """Returns a number for `find` while a reference to `what` exists; autograd holds one, except under torch.compile."""
+    """Returns a number for `find` while a reference to `what` exists; autograd holds one, except
+    under torch.compile."""
     number = next(_numbers)
     _live[number] = what
     return number
 
 
 def find(number: int) -> Any:
-    """Returns the object registered under `number`; None while torch.compile traces, where the number is symbolic."""
+    """Returns the object registered under `number`; None while torch.compile traces, where the
+    number is symbolic."""
     if not isinstance(number, int):
         return None
     if number not in _live:
         raise RuntimeError(
-            "the attention of this micro-batch was freed before backward: under torch.compile, keep a reference to it until "
+            "the attention of this micro-batch was freed before backward: under torch.compile, "
+            "keep a reference to it until "
             "backward is done"
         )
     return _live[number]
@@ -98,9 +105,11 @@ def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class _Sent(torch.autograd.Function):
-    """Returns x and `begun`. Makes `finish` depend on the gradient of x, so that backward runs it last.
+    """Returns x and `begun`. Makes `finish` depend on the gradient of x, so that backward runs it
+    last.
 
-    Autograd alone would do so too, as the node of `finish` is the oldest, but compilers reorder independent operations.
+    Autograd alone would do so too, as the node of `finish` is the oldest, but compilers reorder
+    independent operations.
     """
 
     @staticmethod
@@ -109,7 +118,8 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dbegun: Tensor) -> tuple[Tensor, Tensor]:
-        local = dx.to_local() if hasattr(dx, "to_local") else dx  # a DTensor with tensor parallelism
+        # A DTensor with tensor parallelism.
+        local = dx.to_local() if hasattr(dx, "to_local") else dx
         return dx, local.flatten()[:0]
 
 
@@ -123,10 +133,11 @@ def ring_attention(
     after: Tensor | None = None,
     compressed: Compressed | None = None,
 ) -> Tensor:
-    """Returns attention [tokens, heads, v_dim] of the `queries`, which are computed after K and V have been sent.
+    """Returns attention [tokens, heads, v_dim] of the `queries`, which are computed after K and V
+    have been sent.
 
-    Backward waits for the gradients of K and V after that of the input of `queries`. `after`: see `begin`. With `compressed`,
-    this travels in place of K and V.
+    Backward waits for the gradients of K and V after that of the input of `queries`. `after`: see
+    `begin`. With `compressed`, this travels in place of K and V.
     """
     begun = begin(*((k, v) if compressed is None else compressed[:2]), after, call, layer)
 
@@ -149,11 +160,11 @@ def ring_attention(
 @kept
 @watched("forward")
 def begin(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tensor:
-    """Posts the first messages of K and V, or of what they are computed from. Returns an empty tensor, whose gradient in
-    `forward` stands for theirs.
+    """Posts the first messages of K and V, or of what they are computed from. Returns an empty
+    tensor, whose gradient in `forward` stands for theirs.
 
-    `after` is an empty tensor of another exchange that must come before this one, and after it in backward, on every rank:
-    compilers move what does not depend on each other.
+    `after` is an empty tensor of another exchange that must come before this one, and after it in
+    backward, on every rank: compilers move what does not depend on each other.
     """
     ring = find(call)
     ring.begun[layer] = BegunForward.on(ring, k, v, layer)
@@ -176,13 +187,17 @@ def forward(
     call: int,
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out [tokens, heads, v_dim], lse [tokens, heads] and the received K and V [rows, width].
+    """Returns out [tokens, heads, v_dim], lse [tokens, heads] and the received K and V [rows,
+    width].
 
-    The last one is empty without keep_kv. `begun` is the output of `begin`. `layer` is NO_LAYER if unknown. With the
-    number of an `expansion`, its `rows` were sent in place of K and V, and its `weights` get gradients.
+    The last one is empty without keep_kv. `begun` is the output of `begin`. `layer` is NO_LAYER if
+    unknown. With the number of an `expansion`, its `rows` were sent in place of K and V, and its
+    `weights` get gradients.
     """
     started: BegunForward = find(call).begun.pop(layer)
-    started.this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
+    started.this.expanding = (
+        None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
+    )
     return attended(started, q, k, v, sink_logits)
 
 
@@ -227,14 +242,17 @@ def backward(
     call: int,
     layer: int,
 ) -> list[Tensor]:
-    """Returns dq. Runs the calls of the forward pass with the final out and log-sum-exp; `finish` returns dk and dv.
+    """Returns dq. Runs the calls of the forward pass with the final out and log-sum-exp; `finish`
+    returns dk and dv.
 
-    With `frozen` K and V, which need no gradient, it waits for the gradients of other ranks itself: `finish` is not called.
-    With an `expansion`, also returns dk and dv of this rank's own keys and the gradients of the weights; `finish` then returns
-    those of the rows that other ranks attended to.
+    With `frozen` K and V, which need no gradient, it waits for the gradients of other ranks itself:
+    `finish` is not called. With an `expansion`, also returns dk and dv of this rank's own keys and
+    the gradients of the weights; `finish` then returns those of the rows that other ranks attended
+    to.
 
-    Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq = scale · dS k,
-    dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse; those of remote rows travel in q's dtype.
+    Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq =
+    scale · dS k, dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse;
+    those of remote rows travel in q's dtype.
     """
     sent = (rows[0], rows[1]) if rows else (k, v)
     this = RingPass(find(call), layer, "backward", *sent)
@@ -252,14 +270,24 @@ def backward(
             _add_call(sums, remote, part, *gradients)
         if remote is not None:
             sums = sums or this.zeros(q, k, v)  # of a rank that has keys, but no queries
-            # Each computed round advances the returns by one hop: this hides messages and bounds those in flight.
-            returning = _advanced([this.send_back(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:])), *returning])
+            # Each computed round advances the returns by one hop: this hides messages and bounds
+            # those in flight.
+            returning = _advanced(
+                [
+                    this.send_back(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:])),
+                    *returning,
+                ]
+            )
         del received, remote
     dq, dk, dv = sums or this.zeros(q, k, v)
     if frozen:
         _finish_all(returning)
     else:
-        end = this.exchange.beside(functools.partial(_finish_all, returning), k.device) if returning else None
+        end = (
+            this.exchange.beside(functools.partial(_finish_all, returning), k.device)
+            if returning
+            else None
+        )
         own_rows = (of_rows[0], of_rows[1]) if of_rows else (dk, dv)
         unfinished[call, layer] = Unfinished(this, *own_rows, end)
     if this.expanding is None:
@@ -271,15 +299,19 @@ def backward(
 @torch.library.custom_op("longctx::ring_attention_finish", mutates_args=())
 @watched("backward")
 def finish(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Returns dk and dv once those of other ranks are added. `begun` is the gradient of what `begin` returns."""
+    """Returns dk and dv once those of other ranks are added. `begun` is the gradient of what
+    `begin` returns."""
     left = unfinished.pop((call, layer))
     if left.end is not None:
         left.end()
     return left.dk.to(k.dtype), left.dv.to(v.dtype)
 
 
-def _add_call(sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Adds a call's gradients to `sums` of dq, dk and dv; dk and dv of received rows to `remote` [rows, width] instead."""
+def _add_call(
+    sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Adds a call's gradients to `sums` of dq, dk and dv; dk and dv of received rows to `remote`
+    [rows, width] instead."""
     sums[0] += dq
     if remote is None or part.rows is None:
         sums[1] += dk
@@ -293,7 +325,8 @@ def _add_call(sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor,
 
 
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
-    """Advances each iterator by one step, in the same order on every rank, and returns those that are not finished."""
+    """Advances each iterator by one step, in the same order on every rank, and returns those that
+    are not finished."""
     return [hops for hops in returning if next(hops, DONE) is not DONE]
 
 
@@ -313,7 +346,13 @@ def _(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tens
 
 @forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, begun: Tensor, rows: list[Tensor], *others: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_logits: Tensor | None,
+    begun: Tensor,
+    rows: list[Tensor],
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     received = torch.library.get_ctx().new_dynamic_size()
@@ -322,7 +361,16 @@ def _(
 
 
 @backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    *others: Any,
+) -> list[Tensor]:
     _, rows, weights, *_ = others
     return [each.new_empty(each.shape) for each in ([q, k, v, *weights] if rows else [q])]
 
@@ -351,7 +399,8 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.rows = len(rows)
     ctx.save_for_backward(q, k, v, sink_logits, *output, *rows, *weights)
     ctx.alive = find(ctx.number)
-    ctx.set_materialize_grads(False)  # otherwise torch allocates zero gradients as large as the kept K and V
+    # Otherwise torch allocates zero gradients as large as the kept K and V.
+    ctx.set_materialize_grads(False)
 
 
 def gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...]:
@@ -368,7 +417,9 @@ def gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...
 forward.register_autograd(gradients, setup_context=setup_context)
 
 
-def sink_gradient(sink_logits: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+def sink_gradient(
+    sink_logits: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor
+) -> Tensor | None:
     if sink_logits is None:
         return None
     shares = (sink_logits.to(lse.dtype) - lse).exp()
@@ -376,8 +427,13 @@ def sink_gradient(sink_logits: Tensor | None, dout: Tensor, out: Tensor, lse: Te
 
 
 def unobserved(x: Tensor) -> bool:
-    """Returns whether nothing needs the registered operators: no compiler, no mode that sees operations, no kind of tensor."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and _get_current_dispatch_mode() is None
+    """Returns whether nothing needs the registered operators: no compiler, no mode that sees
+    operations, no kind of tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and _get_current_dispatch_mode() is None
+    )
 
 
 def run(operator: Any, *arguments: Any) -> Any:
@@ -385,5 +441,8 @@ def run(operator: Any, *arguments: Any) -> Any:
     return operator._init_fn(*arguments) if unobserved(arguments[0]) else operator(*arguments)
 
 
-OPERATORS = [torch.ops.longctx.ring_attention_begin.default, torch.ops.longctx.ring_attention.default]
+OPERATORS = [
+    torch.ops.longctx.ring_attention_begin.default,
+    torch.ops.longctx.ring_attention.default,
+]
 """Those that exchange messages in forward."""

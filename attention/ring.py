@@ -1,14 +1,17 @@
-"""Ring attention: exact attention over packed documents, each split over a number of ranks, its degree.
+"""Ring attention: exact attention over packed documents, each split over a number of ranks, its
+degree.
 
-Forward runs kernel calls on local keys, then on the received keys of every exchange round; the number of calls does not depend
-on the degrees. Partial results are merged by log-sum-exp in float32. Backward repeats the calls with the merged output and
-log-sum-exp; it fetches K and V again, unless they were kept, and returns gradients of remote rows to their owners, which add
-them in a fixed order: with a deterministic kernel, two runs are bitwise identical.
+Forward runs kernel calls on local keys, then on the received keys of every exchange round; the
+number of calls does not depend on the degrees. Partial results are merged by log-sum-exp in
+float32. Backward repeats the calls with the merged output and log-sum-exp; it fetches K and V
+again, unless they were kept, and returns gradients of remote rows to their owners, which add them
+in a fixed order: with a deterministic kernel, two runs are bitwise identical.
 
-In bfloat16 and float16, the errors of out, dq, dk and dv against float64 have at most twice the norm of the errors of the same
-kernel on one device, measured on random documents. The additional error is rounding: of partial results in the compute dtype,
-and of gradients sent to their owners. Single elements can lose more digits if partial results nearly cancel. The scheme is Ring
-Attention (Liu et al., 2023) with the placement of Llama 3 (§3.3.2).
+In bfloat16 and float16, the errors of out, dq, dk and dv against float64 have at most twice the
+norm of the errors of the same kernel on one device, measured on random documents. The additional
+error is rounding: of partial results in the compute dtype, and of gradients sent to their owners.
+Single elements can lose more digits if partial results nearly cancel. The scheme is Ring Attention
+(Liu et al., 2023) with the placement of Llama 3 (§3.3.2).
 """
 
 from collections.abc import Callable
@@ -55,33 +58,42 @@ def ring_attention(
     deterministic: bool = False,
     ranks_per_node: int | None = None,
 ) -> torch.Tensor:
-    """Computes attention within every document. Every rank of the domain must call it, with its own layout.
+    """Computes attention within every document. Every rank of the domain must call it, with its own
+    layout.
 
     Args:
-        q: [tokens, q_heads, head_dim], rows in the order of `layout`; rows from `layout.tokens` on are padding.
-        k, v: [tokens, kv_heads, head_dim]; kv_heads must divide q_heads. v may have a different head size.
-        layout: `plan.layout(micro_batch, rank)`; or a `CrossLayout` for cross-attention, in which the queries of a document's
-            target see all keys of its source. q then has the rows of `layout.targets`, k and v those of `layout.sources`.
-        group: process group of the domain, ranks in order; None uses the default group. Not used if no document is split. All
-            its ranks must call `longctx.attention.warm_up(group, device)` once before, or NCCL may wait forever.
-        mask: visibility of tokens inside a document; causal by default. Must be `Mask(causal=False)` with a `CrossLayout`.
-        scale: factor of the scores; None means 1/√head_dim.
-        softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 disables the cap.
-        sink_logits: [q_heads], learned logits that take part in every softmax but have no value, as in gpt-oss.
-        kernel: `auto` or the name of a kernel (`longctx.attention.kernels.KERNELS`).
-        keep_kv: keep received K and V until backward instead of fetching them again.
-        deterministic: use the slower backward of flash attention libraries of which two runs are bitwise identical.
-        ranks_per_node: number of consecutive ranks per node for two-level exchange, in which rows cross the network once per
-            node and are then passed on inside it. None: rows go directly to every rank that needs them.
+        q: [tokens, q_heads, head_dim], rows in the order of `layout`; rows from `layout.tokens` on
+        are padding. k, v: [tokens, kv_heads, head_dim]; kv_heads must divide q_heads. v may have a
+        different head size. layout: `plan.layout(micro_batch, rank)`; or a `CrossLayout` for
+        cross-attention, in which the queries of a document's
+            target see all keys of its source. q then has the rows of `layout.targets`, k and v
+            those of `layout.sources`.
+        group: process group of the domain, ranks in order; None uses the default group. Not used if
+        no document is split. All
+            its ranks must call `longctx.attention.warm_up(group, device)` once before, or NCCL may
+            wait forever.
+        mask: visibility of tokens inside a document; causal by default. Must be
+        `Mask(causal=False)` with a `CrossLayout`. scale: factor of the scores; None means
+        1/√head_dim. softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0
+        disables the cap. sink_logits: [q_heads], learned logits that take part in every softmax but
+        have no value, as in gpt-oss. kernel: `auto` or the name of a kernel
+        (`longctx.attention.kernels.KERNELS`). keep_kv: keep received K and V until backward instead
+        of fetching them again. deterministic: use the slower backward of flash attention libraries
+        of which two runs are bitwise identical. ranks_per_node: number of consecutive ranks per
+        node for two-level exchange, in which rows cross the network once per
+            node and are then passed on inside it. None: rows go directly to every rank that needs
+            them.
 
     Returns [tokens, q_heads, v_head_dim]; padding rows are 0.
 
     Raises:
-        AttentionInputError: for tensors that do not match each other or the layout.
-        KernelError: if no kernel supports the tensors.
-        ExchangeError: if a message fails or times out on gloo; NCCL's watchdog ends the process instead.
+        AttentionInputError: for tensors that do not match each other or the layout. KernelError: if
+        no kernel supports the tensors. ExchangeError: if a message fails or times out on gloo;
+        NCCL's watchdog ends the process instead.
     """
-    check_arguments(AttentionInputError, TENSORS, {"q": q, "k": k, "v": v, "sink_logits": sink_logits})
+    check_arguments(
+        AttentionInputError, TENSORS, {"q": q, "k": k, "v": v, "sink_logits": sink_logits}
+    )
     attention = RingAttention(
         layout,
         group=group,
@@ -98,7 +110,8 @@ def ring_attention(
 
 
 class RingAttention(CheckedAttention):
-    """`ring_attention` for one micro-batch, with one schedule for all layers; call it as `attention(q, k, v, layer)`.
+    """`ring_attention` for one micro-batch, with one schedule for all layers; call it as
+    `attention(q, k, v, layer)`.
 
     Under torch.compile, the caller must keep a reference until backward is done.
     """
@@ -124,7 +137,8 @@ class RingAttention(CheckedAttention):
         """Builds the schedule. Arguments as in `ring_attention`, and:
 
         Args:
-            across: another group of the same ranks, for messages between nodes if `ranks_per_node` is set: on NCCL these then
+            across: another group of the same ranks, for messages between nodes if `ranks_per_node`
+            is set: on NCCL these then
                 travel beside those inside a node, not after them. None: all messages use `group`.
             device: device of q, k and v.
             exchange: class that moves the rows.
@@ -132,13 +146,21 @@ class RingAttention(CheckedAttention):
         """
         if isinstance(layout, CrossLayout) and mask != EVERYTHING:
             raise AttentionInputError(
-                f"mask is {mask}, but the tokens of a target see all tokens of its source: give mask=Mask(causal=False)"
+                f"mask is {mask}, but the tokens of a target see all tokens of its source: give "
+                "mask=Mask(causal=False)"
             )
         super().__init__(layout, group, device)
         self.schedule = RingSchedule.build(layout, device, mask, ranks_per_node)
-        self.exchanges = bool(self.schedule.rounds)  # a plain truth value, so that torch.compile does not trace the schedule
+        # A plain truth value, so that torch.compile does not trace the schedule.
+        self.exchanges = bool(self.schedule.rounds)
         self.exchange, self.watch = exchange, watch
-        self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
+        self.group, self.scale, self.softcap, self.kernel, self.keep_kv = (
+            group,
+            scale,
+            softcap,
+            kernel,
+            keep_kv,
+        )
         self.deterministic = deterministic
         self.across = (across, ranks_per_node) if across is not None and ranks_per_node else None
         self.routes: Routes = {}
@@ -161,4 +183,6 @@ class RingAttention(CheckedAttention):
         layer = NO_LAYER if layer is None else layer
         # In this order, or torch.compile would make two programs for K and V.
         compressed = compressed if compressed is None or self.exchanges else None
-        return eager.ring_attention(queries, k, v, sink_logits, self.number, layer, after, compressed, self.exchanges)
+        return eager.ring_attention(
+            queries, k, v, sink_logits, self.number, layer, after, compressed, self.exchanges
+        )

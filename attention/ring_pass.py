@@ -1,4 +1,5 @@
-"""One pass of ring attention on one rank: messages of K and V and of their gradients, and the keys of every kernel call."""
+"""One pass of ring attention on one rank: messages of K and V and of their gradients, and the keys
+of every kernel call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -43,9 +44,11 @@ def layer_name(layer: int) -> str:
 
 
 class RingPass:
-    """One forward or backward pass of one layer on this rank: its exchange, and the keys of each call.
+    """One forward or backward pass of one layer on this rank: its exchange, and the keys of each
+    call.
 
-    `k` and `v` are what travels: K and V, or the two tensors of which `expanding` makes received K and V.
+    `k` and `v` are what travels: K and V, or the two tensors of which `expanding` makes received K
+    and V.
     """
 
     expanding: Expanding | None = None
@@ -53,7 +56,9 @@ class RingPass:
     def __init__(self, ring: Ring, layer: int, name: str, k: Tensor, v: Tensor) -> None:
         self.ring, self.schedule = ring, ring.schedule
         ring.last = f"{layer_name(layer)}, {name} pass"
-        self.exchange = ring.exchange(ring.group, f"micro-batch {ring.schedule.layout.micro_batch}, {ring.last}")
+        self.exchange = ring.exchange(
+            ring.group, f"micro-batch {ring.schedule.layout.micro_batch}, {ring.last}"
+        )
         self.exchange.across, self.exchange.routes = ring.across, ring.routes
         self.in_flight = 0  # exchanges that were started and not waited for
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
@@ -63,7 +68,9 @@ class RingPass:
     def options(self, q: Tensor) -> Options:
         """Returns the options of a kernel call now."""
         scale = q.shape[-1] ** -0.5 if self.ring.scale is None else self.ring.scale
-        return Options(scale, self.ring.softcap, self.ring.deterministic, overlapped=self.in_flight > 0)
+        return Options(
+            scale, self.ring.softcap, self.ring.deterministic, overlapped=self.in_flight > 0
+        )
 
     def widened(self, x: Tensor) -> Tensor:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
@@ -74,12 +81,16 @@ class RingPass:
         return [x.new_zeros(x.shape, dtype=self.sum_dtype) for x in like]
 
     def zeros_for(self, received: Tensor, calls: tuple[Call, ...]) -> Tensor:
-        """Returns zeros for the gradients of received rows; in the accumulation dtype if several calls may add to a row."""
+        """Returns zeros for the gradients of received rows; in the accumulation dtype if several
+        calls may add to a row."""
         several = any(part.again for part in calls)
         return torch.zeros_like(received, dtype=self.sum_dtype if several else received.dtype)
 
-    def keys(self, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of a call: this rank's own, or those selected from the received rows [rows, width]."""
+    def keys(
+        self, k: Tensor, v: Tensor, received: Tensor | None, part: Call
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of a call: this rank's own, or those selected from the
+        received rows [rows, width]."""
         if part.rows is None or received is None:
             return k, v
         rows = self._rows(received, part.rows)
@@ -90,51 +101,99 @@ class RingPass:
         k, v = rows.read(received).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, received: Tensor | None, part: Call
+    ) -> tuple[Tensor, Tensor]:
         """Returns out and lse of a kernel call. Raises KernelError if no kernel supports it."""
         inputs = q, *self.keys(k, v, received, part), part.segments
         return self._kernel(*inputs).forward(*inputs, self.options(q))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, received: Tensor | None, part: Call
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        received: Tensor | None,
+        part: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq, dk and dv of a kernel call; of received rows the gradients of what travelled."""
+        """Returns dq, dk and dv of a kernel call; of received rows the gradients of what
+        travelled."""
         if self.expanding is None or part.rows is None or received is None:
-            return self._backward(dout, q, *self.keys(k, v, received, part), out, lse, part.segments)
+            return self._backward(
+                dout, q, *self.keys(k, v, received, part), out, lse, part.segments
+            )
         rows = [each.detach().requires_grad_() for each in self._rows(received, part.rows)]
         with self.expanding.differentiable():
             keys = self.expanding.keys(*rows)
-        dq, dk, dv = self._backward(dout, q, keys[0].detach(), keys[1].detach(), out, lse, part.segments)
+        dq, dk, dv = self._backward(
+            dout, q, keys[0].detach(), keys[1].detach(), out, lse, part.segments
+        )
         return dq, *self.expanding.gradients(rows, keys, dk, dv)
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._kernel(q, k, v, segments).backward(dout, q, k, v, out, lse, segments, self.options(q))
+        return self._kernel(q, k, v, segments).backward(
+            dout, q, k, v, out, lse, segments, self.options(q)
+        )
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Kernel:
         ring, bands = self.ring, self.schedule.bands
-        request = request_of(q, k, v, segments, bands=bands, softcap=bool(ring.softcap), deterministic=ring.deterministic)
+        request = request_of(
+            q,
+            k,
+            v,
+            segments,
+            bands=bands,
+            softcap=bool(ring.softcap),
+            deterministic=ring.deterministic,
+        )
         return choose_kernel(ring.kernel, request)
 
-    def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
+    def steps(
+        self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool
+    ) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
         """Yields (None, calls on local keys), then for each round (received rows, its calls).
 
-        The messages of each step are posted before the previous step is computed, so that computation hides them. With keep_kv,
-        rows are received into `kept`; without `fetch`, they are already there.
+        The messages of each step are posted before the previous step is computed, so that
+        computation hides them. With keep_kv, rows are received into `kept`; without `fetch`, they
+        are already there.
         """
         rounds = self.schedule.rounds
         if not fetch or not rounds:
             yield None, self.schedule.local
-            yield from zip(kept.split([round_.received_rows for round_ in rounds]), (s.calls for s in rounds), strict=True)
+            yield from zip(
+                kept.split([round_.received_rows for round_ in rounds]),
+                (s.calls for s in rounds),
+                strict=True,
+            )
             return
         kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
-        buffers = kept.split([round_.received_rows for round_ in rounds]) if self.ring.keep_kv else [None] * len(rounds)
-        under_way = {n: self._fetch(*each, kv) for n, each in enumerate(zip(rounds, buffers, strict=True))}
+        buffers = (
+            kept.split([round_.received_rows for round_ in rounds])
+            if self.ring.keep_kv
+            else [None] * len(rounds)
+        )
+        under_way = {
+            n: self._fetch(*each, kv) for n, each in enumerate(zip(rounds, buffers, strict=True))
+        }
         two_levels = self.schedule.two_levels
         for number in range(len(rounds) + 1):
-            # All ranks post first hops at the same point, whatever documents they hold, so that messages match in order.
-            if number < len(rounds) and (number == 0 or not two_levels or len(rounds[number].hops) > 1):
+            # All ranks post first hops at the same point, whatever documents they hold, so that
+            # messages match in order.
+            if number < len(rounds) and (
+                number == 0 or not two_levels or len(rounds[number].hops) > 1
+            ):
                 next(under_way[number])
             if number + 1 < len(rounds) and two_levels:
                 next(under_way[number + 1])
@@ -143,14 +202,20 @@ class RingPass:
             else:
                 yield next(under_way.pop(number - 1)), rounds[number - 1].calls
 
-    def _fetch(self, round_: ExchangeRound, buffer: Tensor | None, kv: Tensor) -> Iterator[Tensor | None]:
-        """Posts the first hop, then the second hop if one exists, and finally yields the received rows."""
+    def _fetch(
+        self, round_: ExchangeRound, buffer: Tensor | None, kv: Tensor
+    ) -> Iterator[Tensor | None]:
+        """Posts the first hop, then the second hop if one exists, and finally yields the received
+        rows."""
         incoming = kv.new_empty(round_.received_rows, self.width) if buffer is None else buffer
         parts = incoming.split([hop.received_rows for hop in round_.hops])
         source = kv
         for hop, part in zip(round_.hops, parts, strict=True):
-            # Only `pending` holds copies of sent rows, so they are freed once the messages have arrived.
-            pending = self.exchange.start([(peer, rows.read(source)) for peer, rows in hop.sends], part, hop.receives)
+            # Only `pending` holds copies of sent rows, so they are freed once the messages have
+            # arrived.
+            pending = self.exchange.start(
+                [(peer, rows.read(source)) for peer, rows in hop.sends], part, hop.receives
+            )
             self.in_flight += 1
             yield None
             source = pending.wait()
@@ -158,10 +223,11 @@ class RingPass:
         yield incoming
 
     def send_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
-        """Sends the gradients of a round's rows of K and V back to their owners, and adds those that return here to dk and dv.
+        """Sends the gradients of a round's rows of K and V back to their owners, and adds those
+        that return here to dk and dv.
 
-        Posts one hop per step: the last hop immediately, the first hop one step later if two hops are possible. Several
-        gradients of one row are added in ascending order of peers.
+        Posts one hop per step: the last hop immediately, the first hop one step later if two hops
+        are possible. Several gradients of one row are added in ascending order of peers.
         """
         round_ = self.schedule.rounds[number]
         if self.schedule.two_levels and number > 0 and len(round_.hops) == 1:
@@ -169,9 +235,17 @@ class RingPass:
         parts = list(gradients.split([hop.received_rows for hop in round_.hops]))
         while parts:
             hop, part = round_.hops[len(parts) - 1], parts.pop()
-            outgoing = list(zip((peer for peer, _ in hop.receives), part.split([n for _, n in hop.receives]), strict=True))
+            outgoing = list(
+                zip(
+                    (peer for peer, _ in hop.receives),
+                    part.split([n for _, n in hop.receives]),
+                    strict=True,
+                )
+            )
             rows = [(peer, len(sent)) for peer, sent in hop.sends]
-            pending = self.exchange.start(outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows)
+            pending = self.exchange.start(
+                outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows
+            )
             self.in_flight += 1
             yield
             returned = pending.wait()
@@ -188,5 +262,7 @@ class RingPass:
 
     def _add(self, hop: Hop, returned: Tensor, total: Tensor) -> None:
         """Adds returned gradients to the rows of `total` that were sent, in place."""
-        for (_, rows), part in zip(hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True):
+        for (_, rows), part in zip(
+            hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True
+        ):
             rows.add(total, part.to(total.dtype))

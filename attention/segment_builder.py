@@ -1,8 +1,10 @@
-"""Segment builder: turns the visibility of available keys to a rank's queries into few segments and few kernel calls.
+"""Segment builder: turns the visibility of available keys to a rank's queries into few segments and
+few kernel calls.
 
-Areas of a mask are cut to runs of queries and keys (tokens with consecutive positions), and the parts are joined where kernels
-can compute them as one. A causal mask needs one call for local keys, as [head; tail] against [head; tail] is plain causal, and
-at most two per round: both chunks against earlier keys, and tails against the keys between head and tail.
+Areas of a mask are cut to runs of queries and keys (tokens with consecutive positions), and the
+parts are joined where kernels can compute them as one. A causal mask needs one call for local keys,
+as [head; tail] against [head; tail] is plain causal, and at most two per round: both chunks against
+earlier keys, and tails against the keys between head and tail.
 """
 
 import operator
@@ -37,7 +39,8 @@ class SpanRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows of a buffer, in order: a range, which is read and written in place, or any rows, which are copied."""
+    """Rows of a buffer, in order: a range, which is read and written in place, or any rows, which
+    are copied."""
 
     index: slice | torch.Tensor
     count: int
@@ -57,7 +60,11 @@ class RowSet:
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns these rows of `buffer`, as a view if they are a range."""
-        return buffer[self.index] if isinstance(self.index, slice) else buffer.index_select(0, self.index)
+        return (
+            buffer[self.index]
+            if isinstance(self.index, slice)
+            else buffer.index_select(0, self.index)
+        )
 
     def write(self, buffer: torch.Tensor, values: torch.Tensor) -> None:
         """Replaces these rows of `buffer`."""
@@ -93,16 +100,21 @@ Visibility = tuple[Sequence[SpanRows], Sequence[SpanRows], Sequence[Segment]]
 def local_calls(documents: Iterable[list["BandPart"]]) -> tuple[Call, ...]:
     """Builds calls that use keys in place, from the parts of every document."""
     calls = _calls(documents)
-    return tuple(Call(None, tuple(part.segment(part.keys[0].start) for part in parts)) for parts in calls)
+    return tuple(
+        Call(None, tuple(part.segment(part.keys[0].start) for part in parts)) for parts in calls
+    )
 
 
-def local_parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment]) -> list["BandPart"]:
+def local_parts(
+    queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment]
+) -> list["BandPart"]:
     """Returns the parts of keys in place; every run of keys must be one range of rows."""
     return _parts(queries, keys, areas, _follows)
 
 
 def whole_parts(areas: Sequence[Segment], offset: int) -> list["BandPart"]:
-    """Returns the parts of keys in place of a document whose tokens are all on this rank, from row `offset` on."""
+    """Returns the parts of keys in place of a document whose tokens are all on this rank, from row
+    `offset` on."""
     if len(areas) == 1:
         q_start, q_stop, k_start, k_stop, lo, hi = areas[0]
         rows = range(offset + q_start, offset + q_stop)
@@ -115,7 +127,9 @@ def whole_parts(areas: Sequence[Segment], offset: int) -> list["BandPart"]:
 def gathered_calls(documents: Iterable[Visibility], device: torch.device | str) -> tuple[Call, ...]:
     """Builds calls on keys that are selected from a buffer first; index tensors are on `device`."""
     documents = [(queries, _neighbours_joined(keys), areas) for queries, keys, areas in documents]
-    buffer = max((rows.stop for _, keys, _ in documents for run in keys for rows in run.rows), default=0)
+    buffer = max(
+        (rows.stop for _, keys, _ in documents for run in keys for rows in run.rows), default=0
+    )
     met = torch.zeros(buffer, dtype=torch.bool)
     made: list[Call] = []
     for parts in _calls(_parts(*document, operator.add) for document in documents):
@@ -130,14 +144,17 @@ def gathered_calls(documents: Iterable[Visibility], device: torch.device | str) 
 
 def row_index(ranges: Sequence[range], device: torch.device | str) -> torch.Tensor:
     """Returns the rows of all ranges as one int64 tensor on `device`."""
-    starts, stops = np.array([(rows.start, rows.stop) for rows in ranges], dtype=np.int64).reshape(-1, 2).T
+    starts, stops = (
+        np.array([(rows.start, rows.stop) for rows in ranges], dtype=np.int64).reshape(-1, 2).T
+    )
     counts = stops - starts
     index = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
     return copy_to(torch.from_numpy(index), device)
 
 
 class BandPart(NamedTuple):
-    """A segment before its keys are gathered: rows of queries, rows of keys, and the band between them."""
+    """A segment before its keys are gathered: rows of queries, rows of keys, and the band between
+    them."""
 
     queries: range
     keys: tuple[range, ...]
@@ -153,11 +170,20 @@ class BandPart(NamedTuple):
         return sum(map(len, self.keys))
 
     def segment(self, k_start: int) -> Segment:
-        return Segment(self.queries.start, self.queries.stop, k_start, k_start + self.key_count, self.lo, self.hi)
+        return Segment(
+            self.queries.start,
+            self.queries.stop,
+            k_start,
+            k_start + self.key_count,
+            self.lo,
+            self.hi,
+        )
 
     def conflicts(self, other: "BandPart") -> bool:
         """Returns whether both parts share a query or a key, which one call does not allow."""
-        return _overlap(self.queries, other.queries) or any(_overlap(a, b) for a in self.keys for b in other.keys)
+        return _overlap(self.queries, other.queries) or any(
+            _overlap(a, b) for a in self.keys for b in other.keys
+        )
 
 
 def _overlap(a: range, b: range) -> bool:
@@ -165,7 +191,8 @@ def _overlap(a: range, b: range) -> bool:
 
 
 def _calls(documents: Iterable[list[BandPart]]) -> list[list[BandPart]]:
-    """Puts every part into the first call without a conflict; documents share neither queries nor keys."""
+    """Puts every part into the first call without a conflict; documents share neither queries nor
+    keys."""
     calls: list[list[BandPart]] = []
     for parts in documents:
         if len(parts) == 1:
@@ -197,8 +224,11 @@ def _neighbours_joined(runs: Sequence[SpanRows]) -> list[SpanRows]:
     return joined
 
 
-def _parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment], after: "Chain") -> list[BandPart]:
-    """Returns the visible parts of keys for queries, joined where possible; `after` chains ranges of keys if possible."""
+def _parts(
+    queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment], after: "Chain"
+) -> list[BandPart]:
+    """Returns the visible parts of keys for queries, joined where possible; `after` chains ranges
+    of keys if possible."""
     parts = []
     for run in keys:
         seen = []
@@ -207,9 +237,14 @@ def _parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequenc
                 cut = area.cut((query.start, query.stop), (run.start, run.stop))
                 if not cut.empty:
                     (rows,) = query.part(cut.q_start, cut.q_stop)
-                    # A single token is both dense and causal; as causal, it can join the next part of a diagonal.
+                    # A single token is both dense and causal; as causal, it can join the next part
+                    # of a diagonal.
                     first = cut.causal and cut.q_start == cut.k_start and area.hi is not None
-                    seen.append(BandPart(rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi))
+                    seen.append(
+                        BandPart(
+                            rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi
+                        )
+                    )
         parts += _joined(seen, _side_by_side)
     parts = _joined(parts, lambda a, b: _stacked(a, b, after))
     return _joined(parts, _staircase)
@@ -223,7 +258,9 @@ def _follows(a: tuple[range, ...], b: tuple[range, ...]) -> tuple[range, ...] | 
     return (range(a[0].start, b[-1].stop),) if a[-1].stop == b[0].start else None
 
 
-def _joined(parts: list[BandPart], join: Callable[[BandPart, BandPart], BandPart | None]) -> list[BandPart]:
+def _joined(
+    parts: list[BandPart], join: Callable[[BandPart, BandPart], BandPart | None]
+) -> list[BandPart]:
     """Joins every part with the first earlier part that `join` accepts."""
     kept: list[BandPart] = []
     for part in parts:
@@ -245,20 +282,38 @@ def _side_by_side(a: BandPart, b: BandPart) -> BandPart | None:
 
 
 def _stacked(a: BandPart, b: BandPart, after: Chain) -> BandPart | None:
-    """Joins parts of the same queries if one is dense; its keys come first and shift the band of the other part."""
+    """Joins parts of the same queries if one is dense; its keys come first and shift the band of
+    the other part."""
     if b.dense and not a.dense:
         a, b = b, a
     if not a.dense or b.lo is not None or a.queries != b.queries:
         return None
     keys = after(a.keys, b.keys)
-    return None if keys is None else BandPart(a.queries, keys, None, None if b.hi is None else b.hi + a.key_count)
+    return (
+        None
+        if keys is None
+        else BandPart(a.queries, keys, None, None if b.hi is None else b.hi + a.key_count)
+    )
 
 
 def _staircase(a: BandPart, b: BandPart) -> BandPart | None:
-    """Joins adjacent queries whose keys start alike and are bounded by one diagonal: [head; tail] of a causal mask."""
-    if a.hi is None or b.hi is None or a.lo is not None or b.lo is not None or a.queries.stop != b.queries.start:
+    """Joins adjacent queries whose keys start alike and are bounded by one diagonal: [head; tail]
+    of a causal mask."""
+    if (
+        a.hi is None
+        or b.hi is None
+        or a.lo is not None
+        or b.lo is not None
+        or a.queries.stop != b.queries.start
+    ):
         return None
-    first_keys = b.keys[: len(a.keys)] == a.keys or (len(a.keys) == len(b.keys) == 1 and a.keys[0].start == b.keys[0].start)
-    if first_keys and b.hi == a.hi + len(a.queries) and a.hi + len(a.queries) <= a.key_count <= b.key_count:
+    first_keys = b.keys[: len(a.keys)] == a.keys or (
+        len(a.keys) == len(b.keys) == 1 and a.keys[0].start == b.keys[0].start
+    )
+    if (
+        first_keys
+        and b.hi == a.hi + len(a.queries)
+        and a.hi + len(a.queries) <= a.key_count <= b.key_count
+    ):
         return BandPart(range(a.queries.start, b.queries.stop), b.keys, None, a.hi)
     return None

@@ -1,4 +1,5 @@
-"""Segments: the interface between layout and kernels. A segment is a range of queries, a range of keys and a band."""
+"""Segments: the interface between layout and kernels. A segment is a range of queries, a range of
+keys and a band."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,8 @@ import torch
 class Segment(NamedTuple):
     """Queries [q_start, q_stop) against keys [k_start, k_stop).
 
-    Key j is visible to query i iff lo ≤ (j - k_start) - (i - q_start) ≤ hi; None means no limit on that side.
+    Key j is visible to query i iff lo ≤ (j - k_start) - (i - q_start) ≤ hi; None means no limit on
+    that side.
     """
 
     q_start: int
@@ -33,12 +35,17 @@ class Segment(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether the segment is plain causal with equal numbers of queries and keys, where both alignments agree.
+        """Whether the segment is plain causal with equal numbers of queries and keys, where both
+        alignments agree.
 
         A single query with a single key is both causal and dense.
         """
         queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
-        return self.lo is None and queries == keys and (self.hi == 0 or (self.hi is None and queries == 1))
+        return (
+            self.lo is None
+            and queries == keys
+            and (self.hi == 0 or (self.hi is None and queries == 1))
+        )
 
     @property
     def empty(self) -> bool:
@@ -48,21 +55,28 @@ class Segment(NamedTuple):
     def _band(self) -> tuple[int | None, int | None]:
         """Limits in absolute positions: lo ≤ key - query ≤ hi."""
         shift = self.k_start - self.q_start
-        return None if self.lo is None else self.lo + shift, None if self.hi is None else self.hi + shift
+        return (
+            None if self.lo is None else self.lo + shift,
+            None if self.hi is None else self.hi + shift,
+        )
 
     def seen(self, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[int, int]:
-        """Returns the half-open range of `keys` that some of `queries` see; it is empty if its stop is not above its start."""
+        """Returns the half-open range of `keys` that some of `queries` see; it is empty if its stop
+        is not above its start."""
         q_start, q_stop = max(self.q_start, queries[0]), min(self.q_stop, queries[1])
         k_start, k_stop = max(self.k_start, keys[0]), min(self.k_stop, keys[1])
         if q_start >= q_stop:
             return k_start, k_start
         lo, hi = self._band
-        return k_start if lo is None else max(k_start, q_start + lo), k_stop if hi is None else min(k_stop, q_stop + hi)
+        return k_start if lo is None else max(k_start, q_start + lo), k_stop if hi is None else min(
+            k_stop, q_stop + hi
+        )
 
     def cut(self, queries: tuple[int, int], keys: tuple[int, int]) -> "Segment":
         """Returns the part within half-open ranges of queries and keys.
 
-        Drops queries that see no key, keys that no query sees, and limits of the band that hide nothing.
+        Drops queries that see no key, keys that no query sees, and limits of the band that hide
+        nothing.
         """
         q_start, q_stop = max(self.q_start, queries[0]), min(self.q_stop, queries[1])
         k_start, k_stop = self.seen(queries, keys)

@@ -1,10 +1,12 @@
-"""Ulysses: u neighbouring ranks swap heads for tokens around ring attention (DeepSpeed Ulysses, Jacobs et al., 2023).
+"""Ulysses: u neighbouring ranks swap heads for tokens around ring attention (DeepSpeed Ulysses,
+Jacobs et al., 2023).
 
-Each rank then holds the chunks of all u ranks for its share of the heads, so a ring of degree d becomes u parallel rings of
-degree d/u: far fewer keys move, and segments are longer. In exchange, queries and outputs move between neighbours. u divides
-the KV heads, or is a multiple of them that divides the query heads: then u / KV heads ranks have a copy of each KV head.
-Documents keep their own degrees: rings that do not consist of whole groups of u ranks, or that leave a rank without a token,
-run as plain rings.
+Each rank then holds the chunks of all u ranks for its share of the heads, so a ring of degree d
+becomes u parallel rings of degree d/u: far fewer keys move, and segments are longer. In exchange,
+queries and outputs move between neighbours. u divides the KV heads, or is a multiple of them that
+divides the query heads: then u / KV heads ranks have a copy of each KV head. Documents keep their
+own degrees: rings that do not consist of whole groups of u ranks, or that leave a rank without a
+token, run as plain rings.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,8 @@ from longctx.planning.layout import CrossLayout, Layout, Shard, shard_tokens
 def packed_attention(
     layout: Layout | CrossLayout, ulysses_degree: int = 1, **options: Any
 ) -> "RingAttention | HybridAttention":
-    """Builds the attention for one micro-batch, with or without Ulysses; `options` as in `RingAttention`."""
+    """Builds the attention for one micro-batch, with or without Ulysses; `options` as in
+    `RingAttention`."""
     if ulysses_degree == 1:
         return RingAttention(layout, **options)
     assert isinstance(layout, Layout)  # cross-attention has no Ulysses
@@ -37,7 +40,8 @@ def packed_attention(
 
 
 class HybridAttention(CheckedAttention):
-    """`RingAttention` with Ulysses among groups of `ulysses_degree` neighbouring ranks; same call signature."""
+    """`RingAttention` with Ulysses among groups of `ulysses_degree` neighbouring ranks; same call
+    signature."""
 
     def __init__(
         self,
@@ -59,9 +63,13 @@ class HybridAttention(CheckedAttention):
             (swapped if swaps else others).append(shard)
         options |= {"group": group, "device": device, "exchange": exchange}
         self.plain = RingAttention(replace(layout, shards=tuple(others)), **options)
-        self.wide = RingAttention(replace(layout, shards=tuple(_widened(swapped, layout.rank, ulysses_degree))), **options)
+        self.wide = RingAttention(
+            replace(layout, shards=tuple(_widened(swapped, layout.rank, ulysses_degree))), **options
+        )
         self.mixed = bool(swapped) and bool(others)
-        self.swap = HeadSwap(layout, swapped, ulysses_degree, group, device, exchange) if swapped else None
+        self.swap = (
+            HeadSwap(layout, swapped, ulysses_degree, group, device, exchange) if swapped else None
+        )
 
     @property
     def last(self) -> str:
@@ -78,25 +86,32 @@ class HybridAttention(CheckedAttention):
         *,
         compressed: Compressed | None = None,
     ) -> torch.Tensor:
-        """As in the base class. Swapped heads travel expanded: a head's share of K and V is not one of what they come from."""
+        """As in the base class. Swapped heads travel expanded: a head's share of K and V is not one
+        of what they come from."""
         if self.swap is None:
             return self.plain.attend(queries, k, v, layer, sink_logits, compressed=compressed)
         q, u = queries(lambda x: x), self.ulysses_degree
         if u not in (degrees := ulysses_degrees(q.shape[1], k.shape[1])):
             raise AttentionInputError(
-                f"ulysses_degree is {u}, but {q.shape[1]} query heads and {k.shape[1]} KV heads per rank can only be shared "
+                f"ulysses_degree is {u}, but {q.shape[1]} query heads and {k.shape[1]} KV heads "
+                "per rank can only be shared "
                 f"over {', '.join(map(str, degrees))} ranks: use one of these"
             )
         copies = max(1, u // k.shape[1])
         heads = (q, *(x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (k, v)))
         widths = [x.shape[1] * x.shape[2] // u for x in heads]
-        packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip(heads, widths, strict=True)], dim=2)
+        packed = torch.cat(
+            [x.reshape(len(x), u, width) for x, width in zip(heads, widths, strict=True)], dim=2
+        )
         layer = NO_LAYER if layer is None else layer
         parts = gather_tokens(packed, None, self.swap.number, layer).split(widths, dim=1)
         wide_q, wide_k, wide_v = (
-            part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, heads, strict=True)
+            part.unflatten(1, (x.shape[1] // u, x.shape[2]))
+            for part, x in zip(parts, heads, strict=True)
         )
-        own_logits = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
+        own_logits = (
+            None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
+        )
         out: torch.Tensor = self.wide.attend(lambda sent: wide_q, wide_k, wide_v, layer, own_logits)
         swapped, done = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer)
         out = swapped.view(len(q), q.shape[1], v.shape[2])
@@ -106,11 +121,17 @@ class HybridAttention(CheckedAttention):
 
 
 def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:
-    """Returns the shards of a group of ranks: the same documents at degree d/u, on every u-th rank."""
+    """Returns the shards of a group of ranks: the same documents at degree d/u, on every u-th
+    rank."""
     wide, offset = [], 0
     for shard in shards:
         combined = shard.at(shard.ring_index // ulysses_degree, shard.degree // ulysses_degree)
-        combined = replace(combined, first_rank=shard.first_rank + rank % ulysses_degree, stride=ulysses_degree, offset=offset)
+        combined = replace(
+            combined,
+            first_rank=shard.first_rank + rank % ulysses_degree,
+            stride=ulysses_degree,
+            offset=offset,
+        )
         wide.append(combined)
         offset += combined.tokens
     return wide
@@ -119,8 +140,9 @@ def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]
 class HeadSwap:
     """Swaps heads for tokens and back among the u = `ulysses_degree` ranks of a group.
 
-    Takes a rank's rows as [rows, u, width], where [:, i] goes to the i-th rank of the group. Returns [rows of the group,
-    width], document by document, with all heads and then all tails in order of position.
+    Takes a rank's rows as [rows, u, width], where [:, i] goes to the i-th rank of the group.
+    Returns [rows of the group, width], document by document, with all heads and then all tails in
+    order of position.
     """
 
     def __init__(
@@ -135,23 +157,33 @@ class HeadSwap:
         first = layout.rank - layout.rank % ulysses_degree
         self.mates = range(first, first + ulysses_degree)
         self.me = layout.rank - first
-        self.rows = row_index([range(shard.offset, shard.offset + shard.tokens) for shard in shards], device)
-        self.counts = [sum(shard_tokens(s.length, s.degree, _ring_index(s, mate)) for s in shards) for mate in self.mates]
+        self.rows = row_index(
+            [range(shard.offset, shard.offset + shard.tokens) for shard in shards], device
+        )
+        self.counts = [
+            sum(shard_tokens(s.length, s.degree, _ring_index(s, mate)) for s in shards)
+            for mate in self.mates
+        ]
         self.order = row_index(_chunk_order(shards, self.mates), device)
         self.back = torch.argsort(self.order)
         self.group, self.exchange, self.where = group, exchange, f"micro-batch {layout.micro_batch}"
         self.routes: Routes = {}
         self.number = operator.register(self)
 
-    def run(self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int) -> list[torch.Tensor]:
-        """Sends parts[i] to the i-th rank of the group and returns the received parts, counts[i] rows from rank i."""
+    def run(
+        self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int
+    ) -> list[torch.Tensor]:
+        """Sends parts[i] to the i-th rank of the group and returns the received parts, counts[i]
+        rows from rank i."""
         others = [i for i in range(len(self.mates)) if i != self.me]
         incoming = parts[self.me].new_empty(sum(counts[i] for i in others), width)
         exchange = self.exchange(self.group, f"{self.where}, {layer_name(layer)}, Ulysses exchange")
         exchange.routes = self.routes
         outgoing = [(self.mates[i], parts[i].contiguous()) for i in others if len(parts[i])]
         rows = [(self.mates[i], counts[i]) for i in others if counts[i]]
-        received = list(exchange.start(outgoing, incoming, rows).wait().split([counts[i] for i in others]))
+        received = list(
+            exchange.start(outgoing, incoming, rows).wait().split([counts[i] for i in others])
+        )
         received.insert(self.me, parts[self.me])
         return received
 
@@ -162,7 +194,8 @@ def _ring_index(shard: Shard, rank: int) -> int:
 
 
 def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
-    """Returns the rows of each document's chunks in the received parts (rank by rank), in the order of the wide shard."""
+    """Returns the rows of each document's chunks in the received parts (rank by rank), in the order
+    of the wide shard."""
     places: list[dict[int, tuple[range, range]]] = [{} for _ in shards]
     row = 0
     for mate in mates:
@@ -180,8 +213,11 @@ def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
 
 @torch.library.custom_op("longctx::gather_tokens", mutates_args=())
 @kept
-def gather_tokens(x: torch.Tensor, after: torch.Tensor | None, number: int, layer: int) -> torch.Tensor:
-    """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by the `HeadSwap` of `number`.
+def gather_tokens(
+    x: torch.Tensor, after: torch.Tensor | None, number: int, layer: int
+) -> torch.Tensor:
+    """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by the
+    `HeadSwap` of `number`.
 
     `after`: as in `operator.begin`.
     """
@@ -193,8 +229,11 @@ def gather_tokens(x: torch.Tensor, after: torch.Tensor | None, number: int, laye
 
 @torch.library.custom_op("longctx::gather_heads", mutates_args=())
 @kept
-def gather_heads(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns [rows of the group, width] into [rows, ranks, width]; rows of documents that are not swapped are 0.
+def gather_heads(
+    x: torch.Tensor, rows: int, ranks: int, number: int, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns [rows of the group, width] into [rows, ranks, width]; rows of documents that are not
+    swapped are 0.
 
     The second output is empty, for exchanges that must come after this one.
     """
@@ -212,7 +251,9 @@ def _(x: torch.Tensor, after: torch.Tensor | None, number: int, layer: int) -> t
 
 
 @gather_heads.register_fake
-def _(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    x: torch.Tensor, rows: int, ranks: int, number: int, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(rows, ranks, x.shape[1]), x.new_empty(0)
 
 
@@ -224,11 +265,24 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _heads_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     rows, ranks, _ = ctx.shape
-    return gather_heads(gradient.contiguous(), rows, ranks, ctx.number, ctx.layer)[0], None, None, None
+    return (
+        gather_heads(gradient.contiguous(), rows, ranks, ctx.number, ctx.layer)[0],
+        None,
+        None,
+        None,
+    )
 
 
-def _tokens_back(ctx: Any, gradient: torch.Tensor, later: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return gather_tokens(gradient.contiguous(), later, ctx.number, ctx.layer), None, None, None, None
+def _tokens_back(
+    ctx: Any, gradient: torch.Tensor, later: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    return (
+        gather_tokens(gradient.contiguous(), later, ctx.number, ctx.layer),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 gather_tokens.register_autograd(_heads_back, setup_context=_remember)

@@ -1,7 +1,9 @@
-"""Checks attention kernels on packed documents of mixed degrees; one process plays all ranks of the ring in turn.
+"""Checks attention kernels on packed documents of mixed degrees; one process plays all ranks of the
+ring in turn.
 
-The errors of out, dQ, dK and dV against float64 may have at most twice the norm of the errors of the same kernel on whole
-documents, and a second run must be bit-identical unless a kernel supports only backward passes that are not deterministic.
+The errors of out, dQ, dK and dV against float64 may have at most twice the norm of the errors of
+the same kernel on whole documents, and a second run must be bit-identical unless a kernel supports
+only backward passes that are not deterministic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +21,25 @@ from longctx.attention.masks import Mask
 from longctx.planning.layout import Layout, Placement
 
 Tensors = tuple[torch.Tensor, ...]
-MOST_ROUNDINGS = 10  # maximum error of a kernel, in units of rounding of the largest number in a result
-COLUMNS = ("kernel", "mask", "dtype", "head_dim", "deterministic", "tensor", "ring", "single", "same_bits", "right", "failed")
-"""`ring` and `single` are distances from float64 by norm, relative to the norm of the result. Two runs of a kernel may differ
-if it is not `deterministic`, as it refuses to be."""
-TIMED_MASKS = "causal", "dense"  # masks of a ring's parts; a kernel that fails only other masks is timed all the same
+# Maximum error of a kernel, in units of rounding of the largest number in a result.
+MOST_ROUNDINGS = 10
+COLUMNS = (
+    "kernel",
+    "mask",
+    "dtype",
+    "head_dim",
+    "deterministic",
+    "tensor",
+    "ring",
+    "single",
+    "same_bits",
+    "right",
+    "failed",
+)
+"""`ring` and `single` are distances from float64 by norm, relative to the norm of the result. Two
+runs of a kernel may differ if it is not `deterministic`, as it refuses to be."""
+# Masks of a ring's parts; a kernel that fails only other masks is timed all the same.
+TIMED_MASKS = "causal", "dense"
 
 
 def masks(window: int) -> dict[str, Mask]:
@@ -39,19 +55,34 @@ def masks(window: int) -> dict[str, Mask]:
 def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yields every mask, dtype and head size that the kernel supports; those to be timed first."""
     timed = sizes.dtype, sizes.head_dim
-    kinds = sorted(product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed)
+    kinds = sorted(
+        product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed
+    )
     for dtype, head_dim in kinds:
-        request = KernelRequest(device.type, dtype, head_dim, head_dim, bands=True, deterministic=True)
+        request = KernelRequest(
+            device.type, dtype, head_dim, head_dim, bands=True, deterministic=True
+        )
         why = KERNELS[kernel].refusal(request)
-        if why is not None and KERNELS[kernel].refusal(request._replace(deterministic=False)) is not None:
+        if (
+            why is not None
+            and KERNELS[kernel].refusal(request._replace(deterministic=False)) is not None
+        ):
             continue
         if why is not None:
             print(f"two runs may differ: {kernel} {why}")
         for mask in masks(sizes.checked_window):
-            yield {"kernel": kernel, "mask": mask, "dtype": dtype, "head_dim": head_dim, "deterministic": why is None}
+            yield {
+                "kernel": kernel,
+                "mask": mask,
+                "dtype": dtype,
+                "head_dim": head_dim,
+                "deterministic": why is None,
+            }
 
 
-def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
+def check_kernel(
+    case: dict[str, Any], sizes: Sizes, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """Yields a row for every result of a case."""
     kernel, mask_name, dtype, head_dim, deterministic = case.values()
     lengths, mask = sizes.checked_lengths, masks(sizes.checked_window)[mask_name]
@@ -68,14 +99,26 @@ def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> It
     single = play(kernel, inputs, lengths, alone, 1, mask, deterministic)
     ring, again = (play(kernel, inputs, lengths, rings, 4, mask, deterministic) for _ in range(2))
     rounding = torch.finfo(dtype).eps
-    for tensor, exact, whole, split, second in zip(("out", "dq", "dk", "dv"), truth, single, ring, again, strict=True):
-        single_error, ring_error = (float((x - exact).norm() / exact.norm()) for x in (whole, split))
+    for tensor, exact, whole, split, second in zip(
+        ("out", "dq", "dk", "dv"), truth, single, ring, again, strict=True
+    ):
+        single_error, ring_error = (
+            float((x - exact).norm() / exact.norm()) for x in (whole, split)
+        )
         same = torch.equal(split, second)
         right = (same or not deterministic) and ring_error <= 2 * single_error + rounding / 4
-        # Errors in a few numbers hardly change the norm, and errors of the kernel itself are in both norms.
+        # Errors in a few numbers hardly change the norm, and errors of the kernel itself are in
+        # both norms.
         most = MOST_ROUNDINGS * rounding * float(exact.abs().max())
         right &= all(float((x - exact).abs().max()) <= most for x in (whole, split))
-        yield {**case, "tensor": tensor, "ring": ring_error, "single": single_error, "same_bits": same, "right": right}
+        yield {
+            **case,
+            "tensor": tensor,
+            "ring": ring_error,
+            "single": single_error,
+            "same_bits": same,
+            "right": right,
+        }
 
 
 def document_rows(layout: Layout, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -94,21 +137,32 @@ def play(
     mask: Mask,
     deterministic: bool,
 ) -> Tensors:
-    """Returns out, dq, dk, dv (float64) of ring attention, with this process as every rank in turn."""
+    """Returns out, dq, dk, dv (float64) of ring attention, with this process as every rank in
+    turn."""
     device = inputs[0].device
     # Every layout gets rank 0, the rank of this process, but keeps its ring indices.
     layouts = [replace(Layout.of(placements, lengths, 0, rank), rank=0) for rank in range(ranks)]
     rows = [document_rows(layout, lengths, device) for layout in layouts]
-    options: dict[str, Any] = {"mask": mask, "kernel": kernel, "keep_kv": True, "deterministic": deterministic}
+    options: dict[str, Any] = {
+        "mask": mask,
+        "kernel": kernel,
+        "keep_kv": True,
+        "deterministic": deterministic,
+    }
     rings = [RingAttention(layout, device=device, **options) for layout in layouts]
     kv = torch.cat([x.flatten(1) for x in inputs[1:3]], dim=1)
-    results = tuple(torch.zeros(x.shape, dtype=torch.float64, device=device) for x in (inputs[3], *inputs[:3]))
+    results = tuple(
+        torch.zeros(x.shape, dtype=torch.float64, device=device) for x in (inputs[3], *inputs[:3])
+    )
     remote = torch.zeros(kv.shape, dtype=torch.float64, device=device)
     for rank, ring in enumerate(rings):
         received = []
         for number, round_ in enumerate(ring.schedule.rounds):
             (hop,) = round_.hops
-            sent = [dict(rings[peer].schedule.rounds[number].hops[0].sends)[rank] for peer, _ in hop.receives]
+            sent = [
+                dict(rings[peer].schedule.rounds[number].hops[0].sends)[rank]
+                for peer, _ in hop.receives
+            ]
             parts = [x.read(rows[peer]) for (peer, _), x in zip(hop.receives, sent, strict=True)]
             received.append(torch.cat([rows[rank][:0], *parts]))
         ring.exchange = messages(kv, remote, received)
@@ -123,15 +177,22 @@ def play(
     return *results[:2], results[2] + dk.view_as(results[2]), results[3] + dv.view_as(results[3])
 
 
-def messages(kv: torch.Tensor, gradients: torch.Tensor, received: Sequence[torch.Tensor]) -> type[Exchange]:
-    """Makes the exchange of one rank: every round receives rows of `kv`, and adds the returned gradients to `gradients`."""
+def messages(
+    kv: torch.Tensor, gradients: torch.Tensor, received: Sequence[torch.Tensor]
+) -> type[Exchange]:
+    """Makes the exchange of one rank: every round receives rows of `kv`, and adds the returned
+    gradients to `gradients`."""
 
     class Messages(Exchange):
-        def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> Pending:
+        def start(
+            self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows
+        ) -> Pending:
             number = self.started = getattr(self, "started", -1) + 1
             if "backward" in self.where:
                 if outgoing:
-                    gradients.index_add_(0, received[number], torch.cat([part for _, part in outgoing]).double())
+                    gradients.index_add_(
+                        0, received[number], torch.cat([part for _, part in outgoing]).double()
+                    )
                 incoming.zero_()
             else:
                 incoming.copy_(kv[received[number]])

@@ -1,4 +1,5 @@
-"""Attention on one GPU: correctness of every kernel, throughput of one rank's part of a ring, and of one plain call.
+"""Attention on one GPU: correctness of every kernel, throughput of one rank's part of a ring, and
+of one plain call.
 
     python bench/attention_gpu.py                     # everything, in about 25 minutes at most
     python bench/attention_gpu.py --minutes 9         # as much as fits; every kernel gets an equal share of the time
@@ -6,13 +7,14 @@
     python bench/attention_gpu.py --append            # only rows that the files do not have yet
     python bench/attention_gpu.py --smoke             # tiny, on any machine: tests the script, times are meaningless
 
-Every kernel (and every installed flash attention library) is first checked (attention_checks.py), then timed
-(attention_times.py). One GPU measures every degree, since only one rank is timed. A kernel that fails a check of what is timed
-is not timed. The exit status is 1 if any check failed.
+Every kernel (and every installed flash attention library) is first checked (attention_checks.py),
+then timed (attention_times.py). One GPU measures every degree, since only one rank is timed. A
+kernel that fails a check of what is timed is not timed. The exit status is 1 if any check failed.
 
-Writes OUT.csv (times), OUT-checks.csv and OUT-elementwise.csv (memory-bound pieces of a step compared with a copy). Rows are
-appended as they are measured; failed rows have a reason. If an error makes the GPU unusable, the process ends; the same command
-with --append continues after the failed row. Not measured: messages, and whether attention hides them.
+Writes OUT.csv (times), OUT-checks.csv and OUT-elementwise.csv (memory-bound pieces of a step
+compared with a copy). Rows are appended as they are measured; failed rows have a reason. If an
+error makes the GPU unusable, the process ends; the same command with --append continues after the
+failed row. Not measured: messages, and whether attention hides them.
 """
 
 import gc
@@ -42,8 +44,13 @@ def main() -> None:
     parser = options(__doc__, "attention_gpu", minutes=25.0)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
     parser.add_argument("--first", action="store_true", help="the few sizes of first_contact.py")
-    parser.add_argument("--kernels", help="only these kernels, such as triton,reference (default: all that run here)")
-    parser.add_argument("--append", action="store_true", help="keep the rows of OUT and measure only missing rows")
+    parser.add_argument(
+        "--kernels",
+        help="only these kernels, such as triton,reference (default: all that run here)",
+    )
+    parser.add_argument(
+        "--append", action="store_true", help="keep the rows of OUT and measure only missing rows"
+    )
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,9 +61,17 @@ def main() -> None:
     deadline = time.monotonic() + given.minutes * 60
     about = facts("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
     about |= {**device_facts(), "command": command(given.out)}
-    columns = {"": attention_times.COLUMNS, "-checks": attention_checks.COLUMNS, "-elementwise": PIECE_COLUMNS}
-    files = [(given.out.with_name(f"{given.out.name}{end}.csv"), names) for end, names in columns.items()]
-    times, checks, pieces = (Table(path, names, about, overwrite=not given.append) for path, names in files)
+    columns = {
+        "": attention_times.COLUMNS,
+        "-checks": attention_checks.COLUMNS,
+        "-elementwise": PIECE_COLUMNS,
+    }
+    files = [
+        (given.out.with_name(f"{given.out.name}{end}.csv"), names) for end, names in columns.items()
+    ]
+    times, checks, pieces = (
+        Table(path, names, about, overwrite=not given.append) for path, names in files
+    )
     names = kernels_here(given.kernels, sizes, device)
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -66,12 +81,25 @@ def main() -> None:
     if not pieces.rows:
         measure_pieces(sizes, device, pieces)
     failed = [check for check in checks.rows if check["right"] != "True"]
-    print(f"{len(checks.rows) - len(failed)} of {len(checks.rows)} checks passed: {', '.join(names)}")
+    print(
+        f"{len(checks.rows) - len(failed)} of {len(checks.rows)} checks passed: {', '.join(names)}"
+    )
     if not checks.rows:
         sys.exit("no kernel was checked")
     if failed:
-        told = ["; ".join(f"{name} {check[name]}" for name in attention_checks.COLUMNS) for check in failed]
-        sys.exit("\n".join(["these checks failed; kernels that failed a check of what is timed were not timed:", *told]))
+        told = [
+            "; ".join(f"{name} {check[name]}" for name in attention_checks.COLUMNS)
+            for check in failed
+        ]
+        sys.exit(
+            "\n".join(
+                [
+                    "these checks failed; kernels that failed a check of what is timed were not "
+                    "timed:",
+                    *told,
+                ]
+            )
+        )
 
 
 def kernels_here(wanted: str | None, sizes: Sizes, device: torch.device) -> list[str]:
@@ -80,7 +108,11 @@ def kernels_here(wanted: str | None, sizes: Sizes, device: torch.device) -> list
     Every flash attention library is a kernel of its own name.
     """
     KERNELS.update({library.name: Flash([library]) for library in LIBRARIES})
-    names = wanted.split(",") if wanted else [name for name in KERNELS if name not in ("flash", "reference")]
+    names = (
+        wanted.split(",")
+        if wanted
+        else [name for name in KERNELS if name not in ("flash", "reference")]
+    )
     found = []
     for name in names:
         try:
@@ -91,10 +123,14 @@ def kernels_here(wanted: str | None, sizes: Sizes, device: torch.device) -> list
     return found
 
 
-def measure_kernel(name: str, sizes: Sizes, device: torch.device, times: Table, checks: Table, deadline: float) -> None:
-    """Appends checks and, if those of what is timed pass, times, until the deadline. Skips rows that tables already have.
+def measure_kernel(
+    name: str, sizes: Sizes, device: torch.device, times: Table, checks: Table, deadline: float
+) -> None:
+    """Appends checks and, if those of what is timed pass, times, until the deadline. Skips rows
+    that tables already have.
 
-    A library that compiles takes seconds for each mask: the first length is timed before masks that are not timed are checked.
+    A library that compiles takes seconds for each mask: the first length is timed before masks that
+    are not timed are checked.
     """
 
     def check(cases: list[dict[str, Any]]) -> None:
@@ -105,9 +141,17 @@ def measure_kernel(name: str, sizes: Sizes, device: torch.device, times: Table, 
 
     cases = list(attention_checks.check_cases(name, sizes, device))
     timed = {"dtype": sizes.dtype, "head_dim": sizes.head_dim}
-    needed = [case for case in cases if timed.items() <= case.items() and case["mask"] in attention_checks.TIMED_MASKS]
+    needed = [
+        case
+        for case in cases
+        if timed.items() <= case.items() and case["mask"] in attention_checks.TIMED_MASKS
+    ]
     check(needed)
-    checked = [row for row in checks.find(kernel=name, **timed) if row["mask"] in attention_checks.TIMED_MASKS]
+    checked = [
+        row
+        for row in checks.find(kernel=name, **timed)
+        if row["mask"] in attention_checks.TIMED_MASKS
+    ]
     if any(row["right"] != "True" for row in checked) and not times.find(kernel=name):
         times.append({"kernel": name, "failed": "not timed: wrong"})
     right = checked and not times.find(kernel=name, failed="not timed: wrong")
@@ -118,7 +162,14 @@ def measure_kernel(name: str, sizes: Sizes, device: torch.device, times: Table, 
         measure_times(name, sizes.tokens[1:], sizes, device, times, deadline)
 
 
-def measure_times(name: str, tokens: Sequence[int], sizes: Sizes, device: torch.device, times: Table, deadline: float) -> None:
+def measure_times(
+    name: str,
+    tokens: Sequence[int],
+    sizes: Sizes,
+    device: torch.device,
+    times: Table,
+    deadline: float,
+) -> None:
     """Appends times of these lengths, until the deadline."""
     columns = "kernel", "tokens", "degree", "documents"
     cells = product([name], tokens, sizes.degrees, sizes.documents)
@@ -126,21 +177,31 @@ def measure_times(name: str, tokens: Sequence[int], sizes: Sizes, device: torch.
     def needed_s(cell: dict[str, Any]) -> float:
         return attention_times.needed_s(cell, times.find(kernel=name, failed=""), sizes)
 
-    for cell in times.missing((dict(zip(columns, cell, strict=True)) for cell in cells), deadline, needed_s):
+    for cell in times.missing(
+        (dict(zip(columns, cell, strict=True)) for cell in cells), deadline, needed_s
+    ):
         with failures(times, device, **cell):
             row = attention_times.measure_cell(cell, sizes, device)
             times.append(row)
             for way in ("forward", "backward"):
-                shares = f"{row[f'{way}_ring_share']:.0%} of single, calls alone {row[f'{way}_calls_share']:.0%}"
-                print(f"{cell}: {way} {row[f'{way}_ring_tflops']:.3g} TFLOP/s, {shares}", flush=True)
+                shares = (
+                    f"{row[f'{way}_ring_share']:.0%} of single, calls alone "
+                    f"{row[f'{way}_calls_share']:.0%}"
+                )
+                print(
+                    f"{cell}: {way} {row[f'{way}_ring_tflops']:.3g} TFLOP/s, {shares}", flush=True
+                )
 
 
 @contextmanager
 def failures(table: Table, device: torch.device, **row: object) -> Iterator[None]:
-    """Appends a row with the reason if an error occurs. Ends the process if the GPU is unusable then."""
+    """Appends a row with the reason if an error occurs. Ends the process if the GPU is unusable
+    then."""
     try:
         yield
-    except Exception as error:  # any error of libraries, compilers or drivers: continue with the other rows
+    except (
+        Exception
+    ) as error:  # any error of libraries, compilers or drivers: continue with the other rows
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         table.append({**row, "failed": why})
         print(f"{', '.join(map(str, row.values()))}: {why}", flush=True)
@@ -152,7 +213,10 @@ def failures(table: Table, device: torch.device, **row: object) -> Iterator[None
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except Exception:  # an error that stays, such as an illegal address
-            sys.exit("the GPU is unusable after this error: run the same command with --append to continue after this row")
+            sys.exit(
+                "the GPU is unusable after this error: run the same command with --append to "
+                "continue after this row"
+            )
 
 
 def measure_pieces(sizes: Sizes, device: torch.device, table: Table) -> None:

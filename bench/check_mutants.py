@@ -1,4 +1,5 @@
-"""What `longctx check-step` says of set-ups with one fault each, after published faults, and of right ones that look odd:
+"""What `longctx check-step` says of set-ups with one fault each, after published faults, and of
+right ones that look odd:
 
 python -m bench.check_mutants                                               # one process
 torchrun --standalone --nproc-per-node 2 -m bench.check_mutants             # two
@@ -23,30 +24,49 @@ LOCATED = ("attention is wrong", "hidden states ")
 """How faults begin that say where attention is wrong, with several causes."""
 RESULTS = Path(__file__).parent / "results" / "check_mutants.md"
 for way, zigzag, fault, words in BY_HAND:
-    name = f"{'zigzag ' * zigzag}{way}, {fault}" if words else f"right: {'zigzag ' * zigzag}{way}{fault and ', '}{fault}"
+    name = (
+        f"{'zigzag ' * zigzag}{way}, {fault}"
+        if words
+        else f"right: {'zigzag ' * zigzag}{way}{fault and ', '}{fault}"
+    )
     MUTANTS[name] = split(way, fault, zigzag), fault if words else "", 2, words
 
 
 def judged(kinds: list[str], unnamed: bool, words: str) -> str:
-    """Returns what became of a mutant; "located": its tokens are found, and several causes are named."""
+    """Returns what became of a mutant; "located": its tokens are found, and several causes are
+    named."""
     if not words:
         return "false alarm" if kinds else "right"
     if any(re.search(words, kind) for kind in kinds if not kind.startswith(LOCATED)):
         return "named"
     if any(kind.startswith(LOCATED) for kind in kinds):
         return "located"
-    return "missed" if not kinds else "unnamed" if unnamed or kinds == ["weights of predictions differ"] else "misnamed"
+    return (
+        "missed"
+        if not kinds
+        else "unnamed"
+        if unnamed or kinds == ["weights of predictions differ"]
+        else "misnamed"
+    )
 
 
 def write(found: dict[str, str]) -> None:
     """Puts rows into the results, in place of those of the same set-ups."""
     title = f"## {ranks()} process{'es' * (ranks() > 1)}"
     parts = (
-        {part.splitlines()[0]: part for part in re.split("(?m)^(?=## )", RESULTS.read_text()) if part}
+        {
+            part.splitlines()[0]: part
+            for part in re.split("(?m)^(?=## )", RESULTS.read_text())
+            if part
+        }
         if RESULTS.exists()
         else {}
     )
-    rows = {row.split(" | ")[0][2:]: row for row in parts.get(title, "").splitlines() if row.startswith("| ")} | found
+    rows = {
+        row.split(" | ")[0][2:]: row
+        for row in parts.get(title, "").splitlines()
+        if row.startswith("| ")
+    } | found
     rows = {name: rows[name] for name in MUTANTS if name in rows}
     counts = Counter(row.split(" | ")[-1].rstrip("| ") for row in rows.values())
     head = [
@@ -70,7 +90,9 @@ def main() -> None:
             continue
         try:
             report = check_step(make, asked)
-            kinds = list(dict.fromkeys(each.kind for verdict in report.verdicts for each in verdict.findings))
+            kinds = list(
+                dict.fromkeys(each.kind for verdict in report.verdicts for each in verdict.findings)
+            )
             became = judged(kinds, report.status == 2, words)
         except (CheckError, ValueError) as error:
             kinds, became = [f"refused: {str(error).splitlines()[0]}"], "refused"

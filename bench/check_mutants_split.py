@@ -24,7 +24,8 @@ def rank() -> int:
 
 
 class Gather(torch.autograd.Function):
-    """Tensors of all ranks, stacked; its gradient is summed at the rank that owns it, if `summed`."""
+    """Tensors of all ranks, stacked; its gradient is summed at the rank that owns it, if
+    `summed`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, summed: bool) -> torch.Tensor:
@@ -45,12 +46,16 @@ class Split:
 
     def __init__(self, documents: torch.Tensor, zigzag: bool, way: str, fault: str) -> None:
         chunks = torch.arange(len(documents)).chunk(ranks() * 2)
-        pairs = [(at, 2 * ranks() - 1 - at) if zigzag else (2 * at, 2 * at + 1) for at in range(ranks())]
+        pairs = [
+            (at, 2 * ranks() - 1 - at) if zigzag else (2 * at, 2 * at + 1) for at in range(ranks())
+        ]
         self.orders = [torch.cat([chunks[first], chunks[second]]) for first, second in pairs]
         self.documents, self.way, self.fault = documents, way, fault
         self.mine = self.orders[0 if fault == "same part" else rank()]
 
-    def sees(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None, alone: bool = True) -> torch.Tensor:
+    def sees(
+        self, queries: torch.Tensor, keys: torch.Tensor, window: int | None, alone: bool = True
+    ) -> torch.Tensor:
         seen = keys <= queries[:, None]
         if alone:
             seen &= self.documents[queries][:, None] == self.documents[keys]
@@ -60,30 +65,48 @@ class Split:
         stack = Gather.apply(x, summed)
         orders = self.orders[::-1] if self.fault == "ranks swapped" else self.orders
         back = torch.cat(orders).argsort()
-        return torch.cat(list(stack), 2)[:, :, torch.arange(len(back)) if self.fault == "not reordered" else back]
+        return torch.cat(list(stack), 2)[
+            :, :, torch.arange(len(back)) if self.fault == "not reordered" else back
+        ]
 
-    def gathered(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, **more: Any) -> torch.Tensor:
+    def gathered(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, **more: Any
+    ) -> torch.Tensor:
         k, v = (self.whole(x, self.fault != "gradient not returned") for x in (k, v))
         seen = self.sees(self.mine, torch.arange(k.shape[2]), window)
         return scaled_dot_product_attention(q, k, v, seen, **more)
 
-    def ulysses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, **more: Any) -> torch.Tensor:
+    def ulysses(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, **more: Any
+    ) -> torch.Tensor:
         q, k, v = (self.whole(x).chunk(ranks(), 1)[rank()] for x in (q, k, v))
         tokens = torch.arange(q.shape[2])
         out = Gather.apply(
-            scaled_dot_product_attention(q, k, v, self.sees(tokens, tokens, window), **more), self.fault != "own heads"
+            scaled_dot_product_attention(q, k, v, self.sees(tokens, tokens, window), **more),
+            self.fault != "own heads",
         )
         heads = list(out)[::-1] if self.fault == "heads swapped" else list(out)
-        heads = torch.stack(heads, 2).flatten(1, 2) if self.fault == "heads interleaved" else torch.cat(heads, 1)
+        heads = (
+            torch.stack(heads, 2).flatten(1, 2)
+            if self.fault == "heads interleaved"
+            else torch.cat(heads, 1)
+        )
         return heads[:, :, self.mine]
 
-    def ring(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, **more: Any) -> torch.Tensor:
+    def ring(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, **more: Any
+    ) -> torch.Tensor:
         keys, values = (Gather.apply(x, True) for x in (k, v))
         outs, sums = [], []
         for step in range(1 if self.fault == "own part" else ranks()):
             owner = (rank() - step) % ranks()
             window = None if step and self.fault == "window in the first step" else window
-            seen = self.sees(self.mine, self.orders[owner], window, not step or self.fault != "documents in the first step")
+            seen = self.sees(
+                self.mine,
+                self.orders[owner],
+                window,
+                not step or self.fault != "documents in the first step",
+            )
             if step and self.fault == "mask in each step":
                 seen = seen & torch.ones_like(seen).tril()
             if step and self.fault == "one late":
@@ -94,7 +117,10 @@ class Split:
                 owner = (owner + step + 1) % ranks()
             key, value = keys[owner], values[owner]
             if self.fault == "stale in backward":
-                key, value = (stack[owner].detach() + own - own.detach() for stack, own in ((keys, k), (values, v)))
+                key, value = (
+                    stack[owner].detach() + own - own.detach()
+                    for stack, own in ((keys, k), (values, v))
+                )
             scores = (q @ key.transpose(2, 3) * more["scale"]).masked_fill(~seen, -1e30)
             outs.append(scores.softmax(-1) @ value * seen.any(1)[:, None])
             sums.append(scores.logsumexp(-1, keepdim=True))
@@ -106,20 +132,36 @@ class Split:
 SPLIT: list[Split] = []
 
 
-def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, sliding_window: Any = None, **_: Any) -> Any:
+def attend(
+    module: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    scaling: Any = None,
+    sliding_window: Any = None,
+    **_: Any,
+) -> Any:
     times, now = q.shape[1] // k.shape[1], SPLIT[-1]
     if now.fault == "heads tiled":
         k, v = k.repeat(1, times, 1, 1), v.repeat(1, times, 1, 1)
     else:
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    return getattr(now, now.way)(q, k, v, sliding_window, scale=scaling).transpose(1, 2).contiguous(), None
+    return getattr(now, now.way)(q, k, v, sliding_window, scale=scaling).transpose(
+        1, 2
+    ).contiguous(), None
 
 
 AttentionInterface.register("bench_split", attend)
 
 
 def split(
-    way: str = "gathered", fault: str = "", zigzag: bool = True, kind: str = "llama", each: bool = False, **sizes: Any
+    way: str = "gathered",
+    fault: str = "",
+    zigzag: bool = True,
+    kind: str = "llama",
+    each: bool = False,
+    **sizes: Any,
 ) -> Make:
     """A step on one row, split over ranks."""
     each, windowed = fault in ("each document padded", "padding predicted"), "window" in fault
@@ -134,16 +176,24 @@ def split(
             if more and fault == "padding predicted":
                 labels[-1] = probe.pad
             table += zip(
-                [*ids, *[probe.pad] * more], [*labels, *[IGNORED] * more], range(len(ids) + more), [number] * 999, strict=False
+                [*ids, *[probe.pad] * more],
+                [*labels, *[IGNORED] * more],
+                range(len(ids) + more),
+                [number] * 999,
+                strict=False,
             )
         end = -len(table) % (2 * ranks())
-        table += [(probe.pad, probe.pad if fault == "padding trained" else IGNORED, at, -1) for at in range(end)]
+        table += [
+            (probe.pad, probe.pad if fault == "padding trained" else IGNORED, at, -1)
+            for at in range(end)
+        ]
         ids, labels, positions, documents = torch.tensor(table).T
         model = probe.model("mistral", sliding_window=16) if windowed else probe.model("llama")
         model.set_attn_implementation("bench_split")
         if fault == "bounds divided":
             part = torch.searchsorted(
-                documents.unique_consecutive(return_counts=True)[1].cumsum(0) // ranks(), torch.arange(len(ids)) + 1
+                documents.unique_consecutive(return_counts=True)[1].cumsum(0) // ranks(),
+                torch.arange(len(ids)) + 1,
             )
             documents = part[: len(ids) // ranks()].repeat(ranks())
         now = Split(documents, zigzag, way, fault)
@@ -167,7 +217,9 @@ def split(
             where = where + (documents[mine] == len(probe.rows) - 1) * (where > 8)
         total = (labels != IGNORED).sum()
         with record(model) as seen:
-            logits = model(input_ids=ids[mine][None], position_ids=where[None], use_cache=False).logits[0]
+            logits = model(
+                input_ids=ids[mine][None], position_ids=where[None], use_cache=False
+            ).logits[0]
             loss = cross_entropy(logits, targets, reduction="sum") / total
             if fault == "means of ranks":
                 loss = cross_entropy(logits, targets) / ranks()
@@ -176,7 +228,11 @@ def split(
             for name, parameter in model.named_parameters():
                 if fault != "not reduced" and not (fault == "norms not reduced" and "norm" in name):
                     dist.all_reduce(parameter.grad)
-                parameter.grad *= 1 / ranks() if fault == "norms averaged" and "norm" in name else factors.get(fault, 1)
+                parameter.grad *= (
+                    1 / ranks()
+                    if fault == "norms averaged" and "norm" in name
+                    else factors.get(fault, 1)
+                )
             total_loss = loss.detach().clone()
             dist.all_reduce(total_loss)
             logged = loss if fault == "loss of one rank" else total_loss

@@ -1,4 +1,5 @@
-"""Trainers of transformers, and loops by hand, with one fault each or none, for bench/check_mutants.py."""
+"""Trainers of transformers, and loops by hand, with one fault each or none, for
+bench/check_mutants.py."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -15,7 +16,14 @@ from longctx.check.trainer import arguments
 # Collators: batches of rows, with one fault if asked
 
 
-def padded(rows: Any, probe: Probe, side: str = "right", multiple: int = 1, mask: bool = True, fill: int = IGNORED) -> Any:
+def padded(
+    rows: Any,
+    probe: Probe,
+    side: str = "right",
+    multiple: int = 1,
+    mask: bool = True,
+    fill: int = IGNORED,
+) -> Any:
     width = -(-max(len(row["input_ids"]) for row in rows) // multiple) * multiple
     batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
     for row in rows:
@@ -33,12 +41,26 @@ def padded(rows: Any, probe: Probe, side: str = "right", multiple: int = 1, mask
 
 
 def packed(
-    rows: Any, probe: Probe, restart: bool = True, ones: bool = False, first: bool = False, mask: int | None = None
+    rows: Any,
+    probe: Probe,
+    restart: bool = True,
+    ones: bool = False,
+    first: bool = False,
+    mask: int | None = None,
 ) -> Any:
-    """One row; `mask`: documents kept apart by a mask of four dimensions, whose bounds are so many tokens late."""
+    """One row; `mask`: documents kept apart by a mask of four dimensions, whose bounds are so many
+    tokens late."""
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     ids = torch.tensor([list(chain(*(row["input_ids"] for row in rows)))])
-    labels = torch.tensor([list(chain(*([row["labels"][0] if first else IGNORED, *row["labels"][1:]] for row in rows)))])
+    labels = torch.tensor(
+        [
+            list(
+                chain(
+                    *([row["labels"][0] if first else IGNORED, *row["labels"][1:]] for row in rows)
+                )
+            )
+        ]
+    )
     batch = {"input_ids": ids, "labels": labels}
     if restart:
         batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -47,12 +69,20 @@ def packed(
     if mask is not None:
         document = torch.repeat_interleave(torch.arange(len(rows)), lengths).roll(mask)
         document[:mask] = 0
-        seen = (document[:, None] == document) & torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
-        batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+        seen = (document[:, None] == document) & torch.ones(
+            ids.shape[1], ids.shape[1]
+        ).tril().bool()
+        batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(
+            ~seen, torch.finfo(torch.float32).min
+        )[None, None]
     return batch
 
 
-def collator(base: Callable[..., Any] = padded, change: Callable[[Any, Probe], None] | None = None, **given: Any) -> Any:
+def collator(
+    base: Callable[..., Any] = padded,
+    change: Callable[[Any, Probe], None] | None = None,
+    **given: Any,
+) -> Any:
     def collate(rows: Any, probe: Probe) -> Any:
         batch = base(rows, probe, **given)
         if change:
@@ -71,7 +101,9 @@ def ends_masked(batch: Any, probe: Probe) -> None:
 
 
 def shifted(batch: Any, probe: Probe) -> None:
-    batch["labels"] = torch.cat([batch["labels"][:, 1:], torch.full_like(batch["labels"][:, :1], IGNORED)], 1)
+    batch["labels"] = torch.cat(
+        [batch["labels"][:, 1:], torch.full_like(batch["labels"][:, :1], IGNORED)], 1
+    )
 
 
 def prompts_trained(batch: Any, probe: Probe) -> None:
@@ -89,7 +121,9 @@ def last_row_lost(batch: Any, probe: Probe) -> None:
 
 
 def late_positions(batch: Any, probe: Probe) -> None:
-    batch["position_ids"] = (torch.arange(batch["input_ids"].shape[1]) + 1).expand_as(batch["input_ids"])
+    batch["position_ids"] = (torch.arange(batch["input_ids"].shape[1]) + 1).expand_as(
+        batch["input_ids"]
+    )
 
 
 def from_padding(batch: Any, probe: Probe) -> None:
@@ -110,7 +144,10 @@ def cut(probe: Probe, most: int = 24, side: int = 1) -> Any:
 
 def in_blocks(probe: Probe, size: int = 32) -> Any:
     ids = list(chain(*probe.documents))
-    return [{"input_ids": ids[at : at + size], "labels": ids[at : at + size]} for at in range(0, len(ids), size)]
+    return [
+        {"input_ids": ids[at : at + size], "labels": ids[at : at + size]}
+        for at in range(0, len(ids), size)
+    ]
 
 
 def twice(probe: Probe) -> Any:
@@ -122,32 +159,62 @@ def twice(probe: Probe) -> Any:
 
 
 def inside(
-    collate: Any = padded, trainer: type[Trainer] = Trainer, kind: str = "llama", change: Any = None, **more: Any
+    collate: Any = padded,
+    trainer: type[Trainer] = Trainer,
+    kind: str = "llama",
+    change: Any = None,
+    **more: Any,
 ) -> Make:
-    """A transformers.Trainer; `rows`, `rows_each`, `sizes` and arguments of the trainer in `more`."""
+    """A transformers.Trainer; `rows`, `rows_each`, `sizes` and arguments of the trainer in
+    `more`."""
     rows, sizes, each = more.pop("rows", None), more.pop("sizes", {}), more.pop("rows_each", None)
 
     def make(probe: Probe) -> Any:
         data = rows(probe) if rows else probe.rows
         size = each or max(1, len(data) // probe.micro_batches // ranks())
         steps = max(1, len(data) // size // ranks())
-        given = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_grad_norm": 0.0}
+        given = {
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": steps,
+            "max_grad_norm": 0.0,
+        }
         model = probe.model(kind, **sizes)
         model = (change and change(model)) or model
-        return trainer(model, TrainingArguments(**arguments(**given | more)), lambda batch: collate(batch, probe), data)
+        return trainer(
+            model,
+            TrainingArguments(**arguments(**given | more)),
+            lambda batch: collate(batch, probe),
+            data,
+        )
 
     return make
 
 
 def losses_by(loss_of: Callable[..., torch.Tensor], shift: int = 1) -> type[Trainer]:
-    """A trainer whose loss is `loss_of(losses [rows, tokens], labels, targets of the step, logits, micro-batches)`."""
+    """A trainer whose loss is `loss_of(losses [rows, tokens], labels, targets of the step, logits,
+    micro-batches)`."""
 
     class Changed(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        def compute_loss(
+            self,
+            model: Any,
+            inputs: Any,
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
+        ) -> Any:
             labels = inputs.pop("labels")[:, shift:]
             logits = model(**inputs, use_cache=False).logits[:, : labels.shape[1]]
             losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-            loss = loss_of(losses, labels, num_items_in_batch, logits, self.args.gradient_accumulation_steps) * ranks()
+            loss = (
+                loss_of(
+                    losses,
+                    labels,
+                    num_items_in_batch,
+                    logits,
+                    self.args.gradient_accumulation_steps,
+                )
+                * ranks()
+            )
             return (loss, None) if return_outputs else loss
 
     return Changed
@@ -157,13 +224,20 @@ def counted(labels: torch.Tensor) -> torch.Tensor:
     return (labels != IGNORED).sum(-1).clamp(min=1)
 
 
-def mean_of_parts(losses: torch.Tensor, labels: torch.Tensor, targets: Any, *_: Any) -> torch.Tensor:
+def mean_of_parts(
+    losses: torch.Tensor, labels: torch.Tensor, targets: Any, *_: Any
+) -> torch.Tensor:
     """Parts of 16 tokens, each with its own mean, as a fused loss in chunks would take it."""
-    parts = [part.sum() / counted(label).sum() for part, label in zip(losses.split(16, 1), labels.split(16, 1), strict=True)]
+    parts = [
+        part.sum() / counted(label).sum()
+        for part, label in zip(losses.split(16, 1), labels.split(16, 1), strict=True)
+    ]
     return torch.stack(parts).mean()
 
 
-def parts_without_ends(losses: torch.Tensor, labels: torch.Tensor, targets: Any, *_: Any) -> torch.Tensor:
+def parts_without_ends(
+    losses: torch.Tensor, labels: torch.Tensor, targets: Any, *_: Any
+) -> torch.Tensor:
     return sum(part[:, :-1].sum() for part in losses.split(16, 1)) / targets
 
 
@@ -173,16 +247,22 @@ def heavier(losses: torch.Tensor, labels: torch.Tensor, targets: Any, *_: Any) -
     return (losses * weights).sum() / targets
 
 
-def smoothed(losses: torch.Tensor, labels: torch.Tensor, targets: Any, logits: torch.Tensor, _: int) -> torch.Tensor:
+def smoothed(
+    losses: torch.Tensor, labels: torch.Tensor, targets: Any, logits: torch.Tensor, _: int
+) -> torch.Tensor:
     even = -logits.log_softmax(-1).mean(-1)[labels != IGNORED].sum()
     return (0.9 * losses.sum() + 0.1 * even) / targets
 
 
-def tempered(losses: torch.Tensor, labels: torch.Tensor, targets: Any, logits: torch.Tensor, _: int) -> torch.Tensor:
+def tempered(
+    losses: torch.Tensor, labels: torch.Tensor, targets: Any, logits: torch.Tensor, _: int
+) -> torch.Tensor:
     return cross_entropy((logits / 0.7).transpose(1, 2), labels, reduction="sum") / targets
 
 
-def with_z_loss(losses: torch.Tensor, labels: torch.Tensor, targets: Any, logits: torch.Tensor, _: int) -> torch.Tensor:
+def with_z_loss(
+    losses: torch.Tensor, labels: torch.Tensor, targets: Any, logits: torch.Tensor, _: int
+) -> torch.Tensor:
     return (losses.sum() + 0.01 * logits.logsumexp(-1).pow(2)[labels != IGNORED].sum()) / targets
 
 
@@ -221,7 +301,11 @@ class Undivided(Trainer):
 def logs(name: str, change: Callable[[float], float]) -> type[Trainer]:
     class Logged(Trainer):
         def log(self, logs: Any, *given: Any, **more: Any) -> None:
-            super().log({key: change(value) if key == name else value for key, value in logs.items()}, *given, **more)
+            super().log(
+                {key: change(value) if key == name else value for key, value in logs.items()},
+                *given,
+                **more,
+            )
 
     return Logged
 
@@ -238,13 +322,26 @@ def same_data(trainer: type[Trainer] = Trainer) -> type[Trainer]:
 # Attention and models with a fault
 
 
-def plain(seen_of: Callable[[int, Any], torch.Tensor | None], scale: float = 1.0, tiled: bool = False) -> str:
+def plain(
+    seen_of: Callable[[int, Any], torch.Tensor | None], scale: float = 1.0, tiled: bool = False
+) -> str:
     def attend(
-        module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, sliding_window: Any = None, **_: Any
+        module: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        mask: Any,
+        scaling: Any = None,
+        sliding_window: Any = None,
+        **_: Any,
     ) -> Any:
         times = q.shape[1] // k.shape[1]
-        k, v = (x.repeat(1, times, 1, 1) if tiled else x.repeat_interleave(times, 1) for x in (k, v))
-        out = scaled_dot_product_attention(q, k, v, seen_of(q.shape[2], sliding_window), scale=scaling * scale)
+        k, v = (
+            x.repeat(1, times, 1, 1) if tiled else x.repeat_interleave(times, 1) for x in (k, v)
+        )
+        out = scaled_dot_product_attention(
+            q, k, v, seen_of(q.shape[2], sliding_window), scale=scaling * scale
+        )
         return out.transpose(1, 2).contiguous(), None
 
     name = f"bench_{len(AttentionInterface._global_mapping)}"
@@ -269,7 +366,9 @@ def deaf(name: str) -> Callable[[Any], None]:
     """Cuts the gradient behind a module."""
 
     def change(model: Any) -> None:
-        model.get_submodule(f"model.{name}").register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
+        model.get_submodule(f"model.{name}").register_forward_hook(
+            lambda _, __, out: out.detach().requires_grad_()
+        )
 
     return change
 
@@ -278,7 +377,9 @@ def lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"]))
+    return get_peft_model(
+        model, LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+    )
 
 
 # Loops by hand that are right
@@ -290,8 +391,14 @@ def by_ddp(probe: Probe) -> Any:
     with record(model) as seen:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         batch = padded(probe.rows[rank() :: ranks()], probe)
-        logits = wrapped(**{name: values for name, values in batch.items() if name != "labels"}).logits[:, :-1]
-        (cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="sum") * ranks() / total).backward()
+        logits = wrapped(
+            **{name: values for name, values in batch.items() if name != "labels"}
+        ).logits[:, :-1]
+        (
+            cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="sum")
+            * ranks()
+            / total
+        ).backward()
         return seen.step()
 
 
@@ -308,7 +415,12 @@ def by_accelerate(probe: Probe) -> Any:
                 if rows:
                     batch = padded(rows, probe)
                     logits = wrapped(batch["input_ids"], batch["attention_mask"]).logits[:, :-1]
-                    loss = cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="sum") / total
+                    loss = (
+                        cross_entropy(
+                            logits.transpose(1, 2), batch["labels"][:, 1:], reduction="sum"
+                        )
+                        / total
+                    )
                     accelerator.backward(loss * 3 * ranks())
         return seen.step()
 
@@ -319,7 +431,9 @@ def by_document(probe: Probe) -> Any:
     with record(model) as seen:
         for row in sorted(probe.rows, key=lambda row: len(row["input_ids"])):
             ids, labels = (torch.tensor(row[name]) for name in ("input_ids", "labels"))
-            (cross_entropy(model(ids[None]).logits[0, :-1], labels[1:], reduction="sum") / total).backward()
+            (
+                cross_entropy(model(ids[None]).logits[0, :-1], labels[1:], reduction="sum") / total
+            ).backward()
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         return seen.step(grad_norm=float(norm))
 
@@ -331,7 +445,8 @@ TIED = {"sizes": {"tie_word_embeddings": True}}
 # fmt: off
 MUTANTS: dict[str, tuple[Make, str, int, str]] = {
     # transformers 31629: packing needs positions
-    "packed, no positions": (inside(collator(packed, restart=False)), "documents see each other", 1, "see each other"),
+    "packed, no positions": (inside(collator(packed, restart=False)), "documents see each "
+                                                                      "other", 1, "see each other"),
     # transformers 46634
     "packed, mask of ones": (inside(collator(packed, ones=True)),
         "documents see each other, positions restart", 1, "see each other"),
@@ -342,7 +457,8 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
         "first tokens belong to the document before", 1, "see each other"),
     "GPT-2 packed, mask only": (inside(collator(packed, restart=False, mask=0), **GPT2), "positions run on", 1, "positions"),
     "GPT-2, positions from 1": (inside(collator(change=late_positions), **GPT2), "positions one late", 1, "positions"),
-    "GPT-2, padded at the left": (inside(collator(side="left"), **GPT2), "positions count padding", 1, "positions|padding"),
+    "GPT-2, padded at the left": (inside(collator(side="left"), **GPT2), "positions count "
+                                                                         "padding", 1, "positions|padding"),
     "padded at the left, no mask": (inside(collator(side="left", mask=False)), "padding is seen", 1, "padding is seen"),
     "padding has labels": (inside(collator(fill=0)), "padding is trained", 1, "padding .*trained|predict padding"),
     # NVIDIA-NeMo/Megatron-Bridge 4660, huggingface/trl 1623
@@ -351,13 +467,17 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
     "shifted by collator and model": (inside(collator(change=shifted)), "shifted twice", 1, "shifted twice"),
     "not shifted": (inside(trainer=losses_by(lambda own, labels, n, *_: own.sum() / n, 0)), "not shifted", 1, "not shifted"),
     "prompts have labels": (inside(collator(change=prompts_trained)), "prompts are trained", 1, "prompts are trained"),
-    "first answer token masked": (inside(collator(change=answers_late)), "first tokens of answers have no loss", 1, "no loss"),
-    "no template found": (inside(collator(change=no_template)), "a document has no loss", 1, "documents? .*no loss"),
-    "last row lost": (inside(collator(change=last_row_lost)), "a document is in no call", 1, "no call|no loss"),
+    "first answer token masked": (inside(collator(change=answers_late)), "first tokens of answers "
+                                                                         "have no loss", 1, "no loss"),
+    "no template found": (inside(collator(change=no_template)), "a document has no "
+                                                                "loss", 1, "documents? .*no loss"),
+    "last row lost": (inside(collator(change=last_row_lost)), "a document is in no "
+                                                              "call", 1, "no call|no loss"),
     "cut at the right": (inside(rows=cut), "documents are cut short", 1, "cut short"),
     "cut at the left": (inside(rows=lambda probe: cut(probe, side=-1)), "only ends of documents", 1, "cut"),
     "blocks of 32 tokens": (inside(rows=in_blocks), "cut, and concatenated", 1, "see each other|cut"),
-    "a row twice": (inside(rows=twice), "a document twice, another never", 1, "repeated|twice|more than once|same documents"),
+    "a row twice": (inside(rows=twice), "a document twice, another "
+                                        "never", 1, "repeated|twice|more than once|same documents"),
     # huggingface/transformers 37766
     "micro-batches' means added": (inside(trainer=Undivided), "sum of means", 1, f"{MEANS}|{FACTOR}"),
     # huggingface/transformers 34511, huggingface/blog 2414
@@ -367,28 +487,36 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
         "divided by all tokens", 1, FACTOR),
     "mean of documents": (inside(trainer=losses_by(lambda own, labels, n, *_: (own.sum(-1) / counted(labels)).mean())),
         "mean of means of documents", 1, MEANS),
-    "mean of parts of the loss": (inside(trainer=losses_by(mean_of_parts)), "mean of means of parts", 1, MEANS),
+    "mean of parts of the loss": (inside(trainer=losses_by(mean_of_parts)), "mean of means of "
+                                                                            "parts", 1, MEANS),
     "parts of the loss lose their ends": (inside(trainer=losses_by(parts_without_ends)), "tokens have no loss", 1, "no loss"),
     # modelscope/ms-swift 10035
     "some tokens weigh double": (inside(trainer=losses_by(heavier)), "weights of tokens", 1, WEIGHTS),
     "labels smoothed by hand": (inside(trainer=losses_by(smoothed)), "another objective", 1, "objective|smooth"),
     "logits divided by a temperature": (inside(trainer=losses_by(tempered)), "another objective", 1, "objective|logits"),
     "z-loss": (inside(trainer=losses_by(with_z_loss)), "another objective", 1, "objective|logits"),
-    "gradients of a micro-batch lost": (inside(trainer=Forgetful), "documents have no loss", 1, "no loss|no call"),
-    "each micro-batch clipped": (inside(trainer=ClippedEarly), "clipped before the step", 1, f"{FACTOR}|clip|micro-batch"),
+    "gradients of a micro-batch lost": (inside(trainer=Forgetful), "documents have no "
+                                                                   "loss", 1, "no loss|no call"),
+    "each micro-batch clipped": (inside(trainer=ClippedEarly), "clipped before the "
+                                                               "step", 1, f"{FACTOR}|clip|micro-batch"),
     "logged loss tripled": (inside(trainer=logs("loss", lambda value: value * 3)), "logged loss", 1, "logged loss"),
     # radixark/miles 2132
     "norm logged after clipping": (inside(trainer=logs("grad_norm", lambda value: min(value, 0.1))), "logged norm", 1, "norm"),
     # unslothai/unsloth 8253, huggingface/transformers 29777
     "window lost": (inside(change=attends(), **WINDOW), "windows are ignored", 1, "window"),
-    "not causal": (inside(change=attends(seen_of=lambda *_: None)), "tokens see later ones", 1, "not causal"),
-    "window one too short": (inside(change=attends(seen_of=nearer), **WINDOW), "a window of 15, not 16", 1, "window"),
-    "scores scaled wrongly": (inside(change=attends(scale=0.5)), "attention computes another thing", 1, "attention"),
-    "KV heads tiled": (inside(change=attends(tiled=True)), "groups of heads are wrong", 1, "attention|heads"),
+    "not causal": (inside(change=attends(seen_of=lambda *_: None)), "tokens see later "
+                                                                    "ones", 1, "not causal"),
+    "window one too short": (inside(change=attends(seen_of=nearer), **WINDOW), "a window of 15, "
+                                                                               "not 16", 1, "window"),
+    "scores scaled wrongly": (inside(change=attends(scale=0.5)), "attention computes another "
+                                                                 "thing", 1, "attention"),
+    "KV heads tiled": (inside(change=attends(tiled=True)), "groups of heads are "
+                                                           "wrong", 1, "attention|heads"),
     # paiml/entrenar 314
     "tied embeddings, half the gradient": (inside(change=deaf("embed_tokens"), **TIED),
         "gradient of embeddings", 1, "parameters|embed|backward"),
-    "gradient ends in a layer": (inside(change=deaf("layers.0.mlp")), "a layer has another gradient", 1, "parameters|backward"),
+    "gradient ends in a layer": (inside(change=deaf("layers.0.mlp")), "a layer has another "
+                                                                      "gradient", 1, "parameters|backward"),
     "gradients not synchronised": (inside(trainer=Unsynchronised), "ranks differ", 2, "differ"),
     "same data on all ranks": (inside(trainer=same_data()), "documents repeated", 2, "repeated|twice|same documents"),
     "loss times ranks": (inside(trainer=losses_by(lambda own, labels, n, *_: own.sum() / n * ranks())),

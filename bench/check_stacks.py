@@ -34,7 +34,10 @@ def ranks() -> int:
 def of_step(probe: Probe, **more: Any) -> dict[str, Any]:
     """Arguments for a step of all documents."""
     size = max(1, len(probe.lengths) // probe.micro_batches // ranks())
-    return arguments(**{"per_device_train_batch_size": size, "gradient_accumulation_steps": probe.micro_batches} | more)
+    return arguments(
+        **{"per_device_train_batch_size": size, "gradient_accumulation_steps": probe.micro_batches}
+        | more
+    )
 
 
 def tokenizer(probe: Probe, side: str = "right") -> Any:
@@ -52,8 +55,14 @@ def trainer(collator: Callable[[Probe], Any], kind: str = "qwen3", **more: Any) 
         from transformers import Trainer, TrainingArguments
 
         collate = collator(probe)
-        rows = [{"input_ids": ids} for ids in probe.documents] if "LanguageModeling" in type(collate).__name__ else probe.rows
-        return Trainer(probe.model(kind), TrainingArguments(**of_step(probe, **more)), collate, rows)
+        rows = (
+            [{"input_ids": ids} for ids in probe.documents]
+            if "LanguageModeling" in type(collate).__name__
+            else probe.rows
+        )
+        return Trainer(
+            probe.model(kind), TrainingArguments(**of_step(probe, **more)), collate, rows
+        )
 
     return make
 
@@ -87,8 +96,15 @@ def by_trl(**more: Any) -> Make:
         given = of_step(probe, **{"max_length": None, "gradient_checkpointing": False, **more})
         if more.get("packing"):
             given["per_device_train_batch_size"] = max(1, given["per_device_train_batch_size"] // 3)
-        rows = datasets.Dataset.from_list(probe.rows if probe.prompt else [{"input_ids": ids} for ids in probe.documents])
-        return SFTTrainer(probe.model("qwen3"), SFTConfig(**given), train_dataset=rows, processing_class=tokenizer(probe))
+        rows = datasets.Dataset.from_list(
+            probe.rows if probe.prompt else [{"input_ids": ids} for ids in probe.documents]
+        )
+        return SFTTrainer(
+            probe.model("qwen3"),
+            SFTConfig(**given),
+            train_dataset=rows,
+            processing_class=tokenizer(probe),
+        )
 
     return make
 
@@ -121,8 +137,12 @@ STACKS: dict[str, Make] = {
     "Trainer, `DataCollatorForLanguageModeling`": trainer(for_language_models),
     "Trainer, padded, GPT-2": trainer(padded(), "gpt2"),
     "Trainer, padded, BART's decoder": trainer(padded(), "bart"),
-    "Trainer, padded, five rows a batch": trainer(padded(), per_device_train_batch_size=5, gradient_accumulation_steps=2),
-    "Trainer, `average_tokens_across_devices=False`": trainer(padded(), average_tokens_across_devices=False),
+    "Trainer, padded, five rows a batch": trainer(
+        padded(), per_device_train_batch_size=5, gradient_accumulation_steps=2
+    ),
+    "Trainer, `average_tokens_across_devices=False`": trainer(
+        padded(), average_tokens_across_devices=False
+    ),
     "Trainer, `evaluate` before": evaluated(trainer(padded())),
     "Trainer, `DataCollatorWithFlattening`, Qwen 3": trainer(flattening),
     "Trainer, `DataCollatorWithFlattening`, GPT-2": trainer(flattening, "gpt2"),
@@ -149,7 +169,9 @@ RESULTS = Path(__file__).parent / "results" / "check_stacks.md"
 def write(title: str, lines: Sequence[str]) -> None:
     """Puts a section into the results, in the place of the one with its title."""
     text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
-    parts = {part.partition("\n")[0]: part.rstrip() for part in re.split("(?m)^(?=## )", text) if part}
+    parts = {
+        part.partition("\n")[0]: part.rstrip() for part in re.split("(?m)^(?=## )", text) if part
+    }
     parts[f"## {title}"] = "\n".join([f"## {title}", "", *lines])
     RESULTS.write_text("\n\n".join(parts[name] for name in sorted(parts)) + "\n", encoding="utf-8")
 
@@ -157,22 +179,32 @@ def write(title: str, lines: Sequence[str]) -> None:
 def said(name: str, make: Make, probes: Sequence[Probe]) -> str:
     """Returns the faults of a set-up, each with the probes that show it, if these are not all."""
     try:
-        verdicts = check_step(make, probes, ["prompts are trained"] if "LanguageModeling" in name else ()).verdicts
+        verdicts = check_step(
+            make, probes, ["prompts are trained"] if "LanguageModeling" in name else ()
+        ).verdicts
     except (CheckError, ValueError) as error:
         return f"refused: {str(error).splitlines()[0]}"
     found = [(verdict.probe.name, each.kind) for verdict in verdicts for each in verdict.findings]
     kinds = {kind: [probe for probe, other in found if other == kind] for _, kind in found}
-    where = {kind: f" ({', '.join(names)})" if len(names) < len(probes) else "" for kind, names in kinds.items()}
+    where = {
+        kind: f" ({', '.join(names)})" if len(names) < len(probes) else ""
+        for kind, names in kinds.items()
+    }
     return "; ".join(f"{kind}{where[kind]}" for kind in kinds) or "right"
 
 
 def main() -> None:
     from bench.check_stacks_others import OTHERS, PACKAGES, PROBES_OF
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stack", choices=("transformers", *OTHERS), default="transformers")
     parser.add_argument(
-        "--only", default="", metavar="REGEX", help="only set-ups whose name matches: they are printed, not written"
+        "--only",
+        default="",
+        metavar="REGEX",
+        help="only set-ups whose name matches: they are printed, not written",
     )
     chosen = parser.parse_args()
     stacks = OTHERS.get(chosen.stack, STACKS)

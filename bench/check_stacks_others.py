@@ -1,8 +1,10 @@
-"""Public trainers that need an environment of their own, for `python -m bench.check_stacks --stack NAME`.
+"""Public trainers that need an environment of their own, for `python -m bench.check_stacks --stack
+NAME`.
 
-A stack's own command gets a small model, a tokenizer and a file of conversations, until it would train: the stack
-reads and packs them, and builds the trainer that makes the step. Environments are Python 3.11, `pip install --constraint
-constraints.txt torch`, and what each stack's wheel asks for but libraries of CUDA:
+A stack's own command gets a small model, a tokenizer and a file of conversations, until it would
+train: the stack reads and packs them, and builds the trainer that makes the step. Environments are
+Python 3.11, `pip install --constraint constraints.txt torch`, and what each stack's wheel asks for
+but libraries of CUDA:
 
 llamafactory     transformers 5.6.0, accelerate 1.11.0, datasets 4.0.0, peft 0.18.1, trl 0.24.0; torchaudio has no build for it
 axolotl          transformers 5.16.1, accelerate 1.13.0, datasets 4.8.4, peft 0.20.0, trl 1.9.0, bitsandbytes, fastcore, triton
@@ -32,7 +34,8 @@ from longctx.check.probe import END
 from longctx.check.trainer import arguments
 
 LENGTHS = (50, 44, 37, 29, 23, 18, 13, 11, 9, 7, 5, 3)
-"""Of documents that fill four rows of 64 tokens, in the order in which each goes to the first row with room for it."""
+"""Of documents that fill four rows of 64 tokens, in the order in which each goes to the first row
+with room for it."""
 TALKS = (
     Probe("conversations", LENGTHS, prompt=0.4),
     Probe("two micro-batches", LENGTHS, prompt=0.4, micro_batches=2),
@@ -56,7 +59,11 @@ def trainer_of(run: Callable[[], Any]) -> Any:
     def train(self: Any, *_: Any, **__: Any) -> None:
         raise _Built(self)
 
-    with open(os.devnull, "w") as nowhere, patch.object(Trainer, "train", train), contextlib.redirect_stdout(nowhere):
+    with (
+        open(os.devnull, "w") as nowhere,
+        patch.object(Trainer, "train", train),
+        contextlib.redirect_stdout(nowhere),
+    ):
         try:
             run()
         except _Built as built:
@@ -65,7 +72,8 @@ def trainer_of(run: Callable[[], Any]) -> Any:
 
 
 def saved(probe: Probe, kind: str = "qwen3", **sizes: Any) -> Path:
-    """Returns a folder with a model and its tokenizer, and with the documents as questions and answers: one for all ranks."""
+    """Returns a folder with a model and its tokenizer, and with the documents as questions and
+    answers: one for all ranks."""
     names = [tempfile.mkdtemp()]
     if dist.is_initialized():  # then only rank 0 of transformers saves
         dist.broadcast_object_list(names)
@@ -77,10 +85,16 @@ def saved(probe: Probe, kind: str = "qwen3", **sizes: Any) -> Path:
     talks = []
     for ids in probe.documents:
         words, cut = [f"<{token}>" for token in ids if token != END], int(probe.prompt * len(ids))
-        talks.append({"instruction": " ".join(words[:cut]), "input": "", "output": " ".join(words[cut:])})
+        talks.append(
+            {"instruction": " ".join(words[:cut]), "input": "", "output": " ".join(words[cut:])}
+        )
     (folder / "talks.json").write_text(json.dumps(talks))
     parts = [
-        [{"label": bool(name == "output"), "text": talk[name]} for name in ("instruction", "output") if talk[name]]
+        [
+            {"label": bool(name == "output"), "text": talk[name]}
+            for name in ("instruction", "output")
+            if talk[name]
+        ]
         for talk in talks
     ]
     (folder / "segments.json").write_text(json.dumps([{"segments": each} for each in parts]))
@@ -96,7 +110,8 @@ def _by_spaces() -> Any:
 
 
 def without(name: str) -> None:
-    """Puts an empty module in the place of one that no CPU build has, and that only audio or GPUs need."""
+    """Puts an empty module in the place of one that no CPU build has, and that only audio or GPUs
+    need."""
     module = types.ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     sys.modules.setdefault(name, module)
@@ -114,9 +129,19 @@ def llamafactory(model: Any = ("qwen3", {}), **more: Any) -> Make:
         from llamafactory.train.tuner import run_exp
 
         folder = saved(probe, model[0], **model[1])
-        (folder / "dataset_info.json").write_text(json.dumps({"talks": {"file_name": "talks.json"}}))
-        given = arguments(**rows_of(probe, 4 if more.get("packing") else 12)) | {"max_steps": 1, "report_to": "none"}
-        given |= {"stage": "sft", "do_train": True, "finetuning_type": "full", "model_name_or_path": str(folder)}
+        (folder / "dataset_info.json").write_text(
+            json.dumps({"talks": {"file_name": "talks.json"}})
+        )
+        given = arguments(**rows_of(probe, 4 if more.get("packing") else 12)) | {
+            "max_steps": 1,
+            "report_to": "none",
+        }
+        given |= {
+            "stage": "sft",
+            "do_train": True,
+            "finetuning_type": "full",
+            "model_name_or_path": str(folder),
+        }
         given |= {
             "dataset": "talks",
             "dataset_dir": str(folder),
@@ -132,7 +157,8 @@ def llamafactory(model: Any = ("qwen3", {}), **more: Any) -> Make:
 
 def axolotl(model: Any = ("qwen3", {}), **more: Any) -> Make:
     def make(probe: Probe) -> Any:
-        os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"}  # else accelerate sees one process
+        # Else accelerate sees one process.
+        os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"}
         from axolotl.cli.args import TrainerCliArgs
         from axolotl.cli.config import load_cfg
         from axolotl.cli.train import do_train
@@ -141,10 +167,26 @@ def axolotl(model: Any = ("qwen3", {}), **more: Any) -> Make:
         folder = saved(probe, model[0], **model[1])
         packed = more.get("sample_packing")
         sizes = rows_of(probe, 4 if packed else 12)
-        given = {"base_model": str(folder), "output_dir": str(folder / "out"), "sequence_len": 64, "learning_rate": 1e-3}
-        given |= {"datasets": [{"path": str(folder / "segments.json"), "ds_type": "json", "type": "input_output"}]}
-        given |= {"micro_batch_size": sizes["per_device_train_batch_size"], "max_steps": 1, "optimizer": "adamw_torch"}
-        given |= {"gradient_accumulation_steps": probe.micro_batches, "dataset_prepared_path": str(folder / "prepared")}
+        given = {
+            "base_model": str(folder),
+            "output_dir": str(folder / "out"),
+            "sequence_len": 64,
+            "learning_rate": 1e-3,
+        }
+        given |= {
+            "datasets": [
+                {"path": str(folder / "segments.json"), "ds_type": "json", "type": "input_output"}
+            ]
+        }
+        given |= {
+            "micro_batch_size": sizes["per_device_train_batch_size"],
+            "max_steps": 1,
+            "optimizer": "adamw_torch",
+        }
+        given |= {
+            "gradient_accumulation_steps": probe.micro_batches,
+            "dataset_prepared_path": str(folder / "prepared"),
+        }
         given |= dict.fromkeys(("bf16", "fp16", "tf32", "pad_to_sequence_len"), False)
         given |= {"save_strategy": "no", "dataset_num_proc": 1}
         given |= {"attn_implementation": "sdpa", "special_tokens": {"pad_token": f"<{probe.pad}>"}}
@@ -161,7 +203,8 @@ def axolotl(model: Any = ("qwen3", {}), **more: Any) -> Make:
 
 
 def swift(model: Any = ("qwen3", {}), **more: Any) -> Make:
-    """ms-swift wants flash attention for packed rows, which has no CPU build: SDPA reads the same `position_ids`."""
+    """ms-swift wants flash attention for packed rows, which has no CPU build: SDPA reads the same
+    `position_ids`."""
 
     def make(probe: Probe) -> Any:
         os.environ["USE_HF"] = "1"
@@ -181,7 +224,11 @@ def swift(model: Any = ("qwen3", {}), **more: Any) -> Make:
             "tuner_type": "full",
             "torch_dtype": "float32",
         }
-        given |= {"loss_scale": "default" if probe.prompt else "all", "attn_impl": "sdpa", "gradient_checkpointing": False}
+        given |= {
+            "loss_scale": "default" if probe.prompt else "all",
+            "attn_impl": "sdpa",
+            "gradient_checkpointing": False,
+        }
         given |= {
             "fp16": False,
             "report_to": "none",
@@ -198,7 +245,10 @@ def swift(model: Any = ("qwen3", {}), **more: Any) -> Make:
     return make
 
 
-PACKAGES = {"llamafactory": ("accelerate", "trl", "llamafactory"), "axolotl": ("accelerate", "trl", "axolotl")}
+PACKAGES = {
+    "llamafactory": ("accelerate", "trl", "llamafactory"),
+    "axolotl": ("accelerate", "trl", "axolotl"),
+}
 PACKAGES |= {"swift": ("accelerate", "trl", "ms-swift"), "megatron": ("megatron-core",)}
 PROBES_OF = {"llamafactory": TALKS, "axolotl": TALKS, "swift": WITH_ENDS, "megatron": WITH_ENDS[2:]}
 NEAT = {"packing": True, "neat_packing": True}
@@ -217,22 +267,29 @@ OTHERS: dict[str, dict[str, Make]] = {
     "axolotl": {
         "Axolotl, padded": axolotl(),
         "Axolotl, `sample_packing`, SDPA": axolotl(sample_packing=True),
-        "Axolotl, `sample_packing`, SDPA, Mistral with windows": axolotl(WINDOWS, sample_packing=True),
-        "Axolotl, `sample_packing`, eager, gpt-oss": axolotl(GPT_OSS, sample_packing=True, attn_implementation="eager"),
+        "Axolotl, `sample_packing`, SDPA, Mistral with windows": axolotl(
+            WINDOWS, sample_packing=True
+        ),
+        "Axolotl, `sample_packing`, eager, gpt-oss": axolotl(
+            GPT_OSS, sample_packing=True, attn_implementation="eager"
+        ),
     },
     "swift": {
         "ms-swift, padded": swift(),
         "ms-swift, `packing`": swift(packing=True),
         "ms-swift, `padding_free`": swift(padding_free=True),
         "ms-swift, `padding_free`, Mistral with windows": swift(WINDOWS, padding_free=True),
-        **({"ms-swift, `sequence_parallel_size=2`": swift(sequence_parallel_size=2)} if ranks() > 1 else {}),
+        **(
+            {"ms-swift, `sequence_parallel_size=2`": swift(sequence_parallel_size=2)}
+            if ranks() > 1
+            else {}
+        ),
     },
     "megatron": {
         "megatron-core, `calculate_per_token_loss`, masks of documents": megatron(**DOCUMENTS),
         "megatron-core, masks of documents": megatron(False, **DOCUMENTS),
-        "megatron-core, `calculate_per_token_loss`, masks of documents but `eod_mask_loss`": megatron(
-            **DOCUMENTS | {"eod_mask_loss": False}
-        ),
+        "megatron-core, `calculate_per_token_loss`, masks of documents but "
+        "`eod_mask_loss`": megatron(**DOCUMENTS | {"eod_mask_loss": False}),
         "megatron-core, `calculate_per_token_loss`": megatron(),
     },
 }

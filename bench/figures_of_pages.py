@@ -31,10 +31,18 @@ def trainers_table() -> list[str]:
     for row in rows_of("trainers"):
         by_way.setdefault(row["way"], []).append(row)
     columns = ("slowest_cpu_s", "fastest_cpu_s", "slowest_of_steps_cpu_s")
-    medians = {way: [statistics.median(float(row[name]) for row in rows) for name in columns] for way, rows in by_way.items()}
+    medians = {
+        way: [statistics.median(float(row[name]) for row in rows) for name in columns]
+        for way, rows in by_way.items()
+    }
     ours = medians["longctx"]
     lines = [
-        [way, *(f"{value:.1f}" for value in values), f"{ours[0] / values[0]:.2f}", f"{ours[2] / values[2]:.2f}"]
+        [
+            way,
+            *(f"{value:.1f}" for value in values),
+            f"{ours[0] / values[0]:.2f}",
+            f"{ours[2] / values[2]:.2f}",
+        ]
         for way, values in medians.items()
     ]
     head = ["CPU seconds of an epoch", "slowest rank", "fastest rank", "slowest rank of each step"]
@@ -42,11 +50,14 @@ def trainers_table() -> list[str]:
 
 
 def trainer_trees() -> tuple[dict[tuple[str, str], float], dict[str, str]]:
-    """Returns the median CPU seconds of steps by trainer of sequences and way, and the share of tokens left by trainer."""
+    """Returns the median CPU seconds of steps by trainer of sequences and way, and the share of
+    tokens left by trainer."""
     seconds: dict[tuple[str, str], list[float]] = {}
     left: dict[str, str] = {}
     for row in rows_of("trainer-trees"):
-        seconds.setdefault((row["trainer"], row["way"]), []).append(float(row["slowest_of_steps_cpu_s"]))
+        seconds.setdefault((row["trainer"], row["way"]), []).append(
+            float(row["slowest_of_steps_cpu_s"])
+        )
         left[row["trainer"]] = row["tokens_after_merging"]  # of the last way, which merges
     return {key: statistics.median(each) for key, each in seconds.items()}, left
 
@@ -63,7 +74,12 @@ def trainer_trees_table() -> list[str]:
     medians, left = trainer_trees()
     ways, gains = list(dict.fromkeys(way for _, way in medians)), trainer_trees_gains()
     lines = [
-        [kind, f"{float(share):.0%}", *(f"{medians[kind, way]:.1f}" for way in ways), f"{gains[kind]:.2f}×"]
+        [
+            kind,
+            f"{float(share):.0%}",
+            *(f"{medians[kind, way]:.1f}" for way in ways),
+            f"{gains[kind]:.2f}×",
+        ]
         for kind, share in left.items()
     ]
     return markdown(["trainer", "tokens left", *ways, "plain over merged"], lines, 1)
@@ -72,10 +88,15 @@ def trainer_trees_table() -> list[str]:
 def trainers_sentence() -> list[str]:
     """What planning cost in bench/trainers.py, and when it ran."""
     rows = [row for row in rows_of("trainers") if row["way"] == "longctx"]
-    cpu, wait = (max(float(row[name]) for row in rows) for name in ("sharing_cpu_share", "sharing_wait_share"))
+    cpu, wait = (
+        max(float(row[name]) for row in rows)
+        for name in ("sharing_cpu_share", "sharing_wait_share")
+    )
     text = (
-        f"Planning and the exchange of token ids took at most {cpu:.1%} of a rank's CPU time, and steps waited at "
-        f"most {wait:.1%} of their time for them. Medians of {len(rows)} rounds on {rows[0]['ranks']} processes, "
+        f"Planning and the exchange of token ids took at most {cpu:.1%} of a rank's CPU time, and "
+        "steps waited at "
+        f"most {wait:.1%} of their time for them. Medians of {len(rows)} rounds on "
+        f"{rows[0]['ranks']} processes, "
         f"{rows[0]['date']}, transformers {rows[0]['transformers']}, TRL {rows[0]['trl']}."
     )
     return textwrap.wrap(text, 160)
@@ -83,12 +104,26 @@ def trainers_sentence() -> list[str]:
 
 def trees_predicted() -> list[str]:
     """Predicted steps of the sets of groups."""
-    head = ["groups", "tokens per step", "merged", "fixed static (degree)", "auto", "auto on trees", "over fixed", "over auto"]
+    head = [
+        "groups",
+        "tokens per step",
+        "merged",
+        "fixed static (degree)",
+        "auto",
+        "auto on trees",
+        "over fixed",
+        "over auto",
+    ]
     lines = []
     for row in [row for row in rows_of("trees") if row["table"] == "predicted"]:
-        fixed, auto, trees = (float(row[f"{way}_s"]) for way in ("fixed_static", "sequences", "trees"))
+        fixed, auto, trees = (
+            float(row[f"{way}_s"]) for way in ("fixed_static", "sequences", "trees")
+        )
         line = [f"`examples/groups_{row['name']}.jsonl`: {row['lengths']}"]
-        line += [f"{int(row['tokens']) / 1e6:.2f}M", f"{int(row['tokens']) / int(row['merged_tokens']):.2f} times fewer"]
+        line += [
+            f"{int(row['tokens']) / 1e6:.2f}M",
+            f"{int(row['tokens']) / int(row['merged_tokens']):.2f} times fewer",
+        ]
         line += [f"{fixed:.3g} s ({row['fixed_degree']})", f"{auto:.3g} s", f"{trees:.3g} s"]
         lines.append([*line, f"**{fixed / trees:.2f}×**", f"{auto / trees:.2f}×"])
     return markdown(head, lines, 1)
@@ -97,20 +132,38 @@ def trees_predicted() -> list[str]:
 def qlora_table() -> list[str]:
     """Held-out loss and peak memory of LoRA on bases of 16, 4 and 8 bits."""
     rows = rows_of("qlora")
-    head = ["base", "held-out loss", "over LoRA's", "estimated peak", "measured peak", "estimated over measured"]
+    head = [
+        "base",
+        "held-out loss",
+        "over LoRA's",
+        "estimated peak",
+        "measured peak",
+        "estimated over measured",
+    ]
     lines = []
     for row in rows:
-        loss, (estimated, measured) = float(row["loss"]), (float(row[f"{name}_bytes"]) for name in ("estimated", "measured"))
+        loss, (estimated, measured) = (
+            float(row["loss"]),
+            (float(row[f"{name}_bytes"]) for name in ("estimated", "measured")),
+        )
         line = [
             "bfloat16" if row["base"] == "none" else row["base"],
             f"{loss:.3f}",
             f"{loss / float(rows[0]['loss']) - 1:+.1%}",
         ]
-        lines.append([*line, *(f"{size / 2**30:.2f} GiB" for size in (estimated, measured)), f"{estimated / measured:.3f}"])
+        lines.append(
+            [
+                *line,
+                *(f"{size / 2**30:.2f} GiB" for size in (estimated, measured)),
+                f"{estimated / measured:.3f}",
+            ]
+        )
     first = rows[0]
     about = (
-        f"Measured (`python -m bench.qlora`): {first['steps']} steps of LoRA of SmolLM2-135M on two CPU processes, from a "
-        f"held-out loss of {float(first['loss_before']):.3f}; one seed, weights that had 4 bits before. {first['date']}, "
+        f"Measured (`python -m bench.qlora`): {first['steps']} steps of LoRA of SmolLM2-135M on "
+        "two CPU processes, from a "
+        f"held-out loss of {float(first['loss_before']):.3f}; one seed, weights that had 4 bits "
+        f"before. {first['date']}, "
         f"torch {first['torch']}, torchao {first['torchao']}."
     )
     return [*wrapped(about), "", *markdown(head, lines, numbers_from=1)]
@@ -119,7 +172,14 @@ def qlora_table() -> list[str]:
 def latents_table() -> list[str]:
     """Messages and predicted steps of DeepSeek V3, by what travels."""
     rows = rows_of("latents")
-    head = ["GPUs", "tokens per rank", "degree", "exchange levels", "received, K and V", "received, latents"]
+    head = [
+        "GPUs",
+        "tokens per rank",
+        "degree",
+        "exchange levels",
+        "received, K and V",
+        "received, latents",
+    ]
     head += ["step, K and V", "step, latents", "step"]
     lines = []
     for keys, latents in zip(rows[::2], rows[1::2], strict=True):
@@ -128,15 +188,23 @@ def latents_table() -> list[str]:
         line += [f"{float(row['received_gb']):.2f} GB" for row in (keys, latents)]
         lines.append([*line, f"{before:.1f} s", f"{after:.1f} s", f"{after / before - 1:+.1%}"])
     about = (
-        "Predicted, not measured (`python bench/latents.py`): DeepSeek V3, a step of 32 documents of 131,072 tokens on H100s, "
-        "by the constants of the shipped profile. Received are the rows of one document in one layer, as they travel."
+        "Predicted, not measured (`python bench/latents.py`): DeepSeek V3, a step of 32 documents "
+        "of 131,072 tokens on H100s, "
+        "by the constants of the shipped profile. Received are the rows of one document in one "
+        "layer, as they travel."
     )
     return [*wrapped(about), "", *markdown(head, lines, numbers_from=0)]
 
 
 def sensitivity_table() -> list[str]:
     """The headline with other constants of the H100's profile."""
-    head = ["constants", "because", "auto's step", "over fixed static", "over the best single degree"]
+    head = [
+        "constants",
+        "because",
+        "auto's step",
+        "over fixed static",
+        "over the best single degree",
+    ]
     lines = [
         [
             *(row[name] for name in ("change", "why")),
@@ -162,7 +230,13 @@ def linear_table() -> list[str]:
         ]
         for old, new in zip(before, after, strict=True)
     ]
-    head = ["rule", "documents", "head size", *(f"dispatches, {name}" for name in names), *(f"CPU, {name}" for name in names)]
+    head = [
+        "rule",
+        "documents",
+        "head size",
+        *(f"dispatches, {name}" for name in names),
+        *(f"CPU, {name}" for name in names),
+    ]
     return markdown(head, table, numbers_from=2)
 
 
@@ -173,14 +247,28 @@ def trees_measured() -> list[str]:
     for row in rows:
         alone, trees = float(row["sequences_s"]), float(row["trees_s"])
         line = [row["name"], f"{int(row['tokens']):,}", f"{int(row['merged_tokens']):,}"]
-        line += [f"{int(row['tokens']) / int(row['merged_tokens']):.2f}", f"{alone:.1f} s", f"{trees:.1f} s"]
+        line += [
+            f"{int(row['tokens']) / int(row['merged_tokens']):.2f}",
+            f"{alone:.1f} s",
+            f"{trees:.1f} s",
+        ]
         lines.append([*line, f"**{alone / trees:.2f}×**"])
     text = (
-        "Measured (`bench/trees.py`): forward and backward of a Llama of two layers, one process and thread, least CPU time of "
-        f"{rows[0]['rounds']} rounds; gradients differ by at most {max(float(row['difference']) for row in rows):.0e} "
+        "Measured (`bench/trees.py`): forward and backward of a Llama of two layers, one process "
+        "and thread, least CPU time of "
+        f"{rows[0]['rounds']} rounds; gradients differ by at most "
+        f"{max(float(row['difference']) for row in rows):.0e} "
         f"(float32). {rows[0]['date']}, {rows[0]['machine']}, torch {rows[0]['torch']}."
     )
-    head = ["prompt + completions", "tokens", "merged", "times fewer", "sequences", "trees", "as fast"]
+    head = [
+        "prompt + completions",
+        "tokens",
+        "merged",
+        "times fewer",
+        "sequences",
+        "trees",
+        "as fast",
+    ]
     return [*textwrap.wrap(text, 160), "", *markdown(head, lines, 1)]
 
 

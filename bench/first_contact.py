@@ -1,4 +1,5 @@
-"""The first minutes on GPUs: is it right, how fast is it, does the memory estimate hold. Needs one GPU, and no network.
+"""The first minutes on GPUs: is it right, how fast is it, does the memory estimate hold. Needs one
+GPU, and no network.
 
     python bench/first_contact.py                  # 10 minutes at most on one GPU, 14 on two and more
     python bench/first_contact.py --minutes 25     # more rows
@@ -13,10 +14,11 @@ Answers in OUT.md, which is rewritten after every part, beside what was predicte
   profile    What are the constants of this machine for the planner (longctx calibrate), on two and more GPUs those of messages
              between them too?
 
-Each part is a process of its own, with a share of the time: one that hangs is ended with all that it started, OUT.md has the
-end of the output of one that failed, and the others run. Rows are appended to OUT-attention*.csv and OUT-training.csv as they
-are measured; the same command continues with those that are missing. A dry run measures nothing: it fails if any row of a part
-does, and its OUT.md is what a GPU would send. docs/gpu.md says how to read the answers.
+Each part is a process of its own, with a share of the time: one that hangs is ended with all that
+it started, OUT.md has the end of the output of one that failed, and the others run. Rows are
+appended to OUT-attention*.csv and OUT-training.csv as they are measured; the same command continues
+with those that are missing. A dry run measures nothing: it fails if any row of a part does, and its
+OUT.md is what a GPU would send. docs/gpu.md says how to read the answers.
 """
 
 import os
@@ -39,14 +41,24 @@ SHARES = {"device": 0.1, "attention": 0.4, "training": 0.8, "profile": 1.0}
 """Share of the time that has passed at the end of each part."""
 OF_SEVERAL = {"device": 0.06, "attention": 0.3, "training": 0.6, "messages": 0.8, "profile": 1.0}
 """The same on two and more GPUs."""
-DRY = {"device": 0.1, "attention": 0.3, "training": 0.6, "messages": 0.7, "messages here": 0.85, "profile": 1.0}
-"""The same for a dry run, with the tests of messages once as on GPUs, where all are skipped, and once on processes."""
+DRY = {
+    "device": 0.1,
+    "attention": 0.3,
+    "training": 0.6,
+    "messages": 0.7,
+    "messages here": 0.85,
+    "profile": 1.0,
+}
+"""The same for a dry run, with the tests of messages once as on GPUs, where all are skipped, and
+once on processes."""
 MINUTES, MINUTES_OF_SEVERAL, MINUTES_DRY = 9.0, 13.0, 15.0
 LATE_S = 60.0
-"""Time after which a part is ended whose share is over: parts end by themselves, but not in the middle of a row."""
+"""Time after which a part is ended whose share is over: parts end by themselves, but not in the
+middle of a row."""
 NOT_SHOWN = {
     "device": "rates of a GPU",
-    "attention": "flash-attn, PyTorch's flash operators and triton on a GPU (tests/test_flash.py calls stand-ins)",
+    "attention": "flash-attn, PyTorch's flash operators and triton on a GPU (tests/test_flash.py "
+    "calls stand-ins)",
     "training": "speed, memory and compiled blocks of a GPU",
     "messages": "NCCL; that the tests for GPUs are found is shown",
     "messages here": "NCCL; the same tests pass over gloo",
@@ -60,13 +72,26 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     parser = options(__doc__, "first-contact")
     parser.add_argument(
-        "--minutes", type=float, help=f"time for all parts ({MINUTES:.0f}; {MINUTES_OF_SEVERAL:.0f} on several)"
+        "--minutes",
+        type=float,
+        help=f"time for all parts ({MINUTES:.0f}; {MINUTES_OF_SEVERAL:.0f} on several)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU; writes OUT-dry-run.md only")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="tiny sizes, also on a CPU; writes OUT-dry-run.md only",
+    )
     given = parser.parse_args()
     if not torch.cuda.is_available() and not given.dry_run:
-        built = "" if torch.backends.cuda.is_built() else f" (torch {torch.__version__} is a build without CUDA)"
-        parser.error(f"no GPU is available{built}: run this on a machine with a GPU, or use --dry-run to test the script")
+        built = (
+            ""
+            if torch.backends.cuda.is_built()
+            else f" (torch {torch.__version__} is a build without CUDA)"
+        )
+        parser.error(
+            f"no GPU is available{built}: run this on a machine with a GPU, or use --dry-run to "
+            "test the script"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part in progress is ended too
     shares, minutes = plan(gpus, dry=given.dry_run)
     page = given.out.with_name(given.out.name + "-dry-run" * given.dry_run + ".md")
@@ -74,47 +99,89 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "dry" if given.dry_run else given.out
         failures = contact(
-            out, page, shares, (given.minutes or minutes) * 60, small=given.dry_run, gpus=2 if given.dry_run else gpus
+            out,
+            page,
+            shares,
+            (given.minutes or minutes) * 60,
+            small=given.dry_run,
+            gpus=2 if given.dry_run else gpus,
         )
     print(page.read_text(encoding="utf-8"))
     sys.exit(1 if failures else 0)
 
 
 def plan(gpus: int, *, dry: bool) -> tuple[dict[str, float], float]:
-    """Returns the parts on so many GPUs with their shares of the time, and the minutes for all of them."""
-    return (DRY, MINUTES_DRY) if dry else (OF_SEVERAL, MINUTES_OF_SEVERAL) if gpus > 1 else (SHARES, MINUTES)
+    """Returns the parts on so many GPUs with their shares of the time, and the minutes for all of
+    them."""
+    return (
+        (DRY, MINUTES_DRY)
+        if dry
+        else (OF_SEVERAL, MINUTES_OF_SEVERAL)
+        if gpus > 1
+        else (SHARES, MINUTES)
+    )
 
 
-def contact(out: Path, page: Path, shares: dict[str, float], seconds: float, *, small: bool, gpus: int) -> list[str]:
+def contact(
+    out: Path, page: Path, shares: dict[str, float], seconds: float, *, small: bool, gpus: int
+) -> list[str]:
     """Runs the parts, and rewrites the page after each. Returns reasons of failures."""
     began, told, failures, found = time.monotonic(), list[str](), list[str](), list[str]()
     for part in ("", *shares):
         if part:
             left, start = began + shares[part] * seconds - time.monotonic(), time.monotonic()
-            why = run(commands(part, out, left / 60, small=small, gpus=gpus), Path(f"{out}-{part}.log"), left + LATE_S)
+            why = run(
+                commands(part, out, left / 60, small=small, gpus=gpus),
+                Path(f"{out}-{part}.log"),
+                left + LATE_S,
+            )
             shown = f"; not shown here: {NOT_SHOWN[part]}" if small else ""
-            told.append(f"- {part}: {'**failed**' if why else 'done'} in {time.monotonic() - start:.0f} s{shown}")
+            told.append(
+                f"- {part}: {'**failed**' if why else 'done'} in {time.monotonic() - start:.0f} "
+                f"s{shown}"
+            )
             failures += [f"{part}: {why}"] if why else []
         lines, wrong = text(out, small=small)
         found = [*failures, *(wrong if part == list(shares)[-1] else [])]
-        head = ["", *(told or ["- no part has ended"]), *("", *(f"**Failed** {failure}" for failure in found)) * bool(found)]
+        head = [
+            "",
+            *(told or ["- no part has ended"]),
+            *("", *(f"**Failed** {failure}" for failure in found)) * bool(found),
+        ]
         page.write_text("\n".join([*lines[:3], *head, *lines[3:]]) + "\n", encoding="utf-8")
     return found
 
 
 def text(out: Path, *, small: bool) -> tuple[list[str], list[str]]:
-    """Returns the lines of OUT.md, and what is wrong with them; of a dry run also rows that failed or are missing."""
-    expected = Page(Path("none") if small else out, commands("profile", out, 1.0, small=False, gpus=1)[3:6])
-    versions = facts("longctx", "torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "torchao")
-    versions |= {name: expected.about[name] for name in ("cuda", "matrix product", "copy") if name in expected.about}
+    """Returns the lines of OUT.md, and what is wrong with them; of a dry run also rows that failed
+    or are missing."""
+    expected = Page(
+        Path("none") if small else out, commands("profile", out, 1.0, small=False, gpus=1)[3:6]
+    )
+    versions = facts(
+        "longctx", "torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "torchao"
+    )
+    versions |= {
+        name: expected.about[name]
+        for name in ("cuda", "matrix product", "copy")
+        if name in expected.about
+    }
     title = f"a dry run, predicted for {expected.assumed}" if small else expected.about["device"]
-    lines = [f"# First contact: {title}", "", f"`{command(out)}`; " + "; ".join(f"{a}: {b}" for a, b in versions.items())]
+    lines = [
+        f"# First contact: {title}",
+        "",
+        f"`{command(out)}`; " + "; ".join(f"{a}: {b}" for a, b in versions.items()),
+    ]
     lines += expected.lines()
     if not small:
         return lines, expected.failures
     here = Page(out, commands("profile", out, 1.0, small=True, gpus=1)[3:6], small=True)
     tiny = [f"#{line}" if line.startswith("## ") else line for line in here.lines()]
-    lines += ["", f"## The same of a tiny model on {here.about['device']}: only that it runs is meant", *tiny]
+    lines += [
+        "",
+        f"## The same of a tiny model on {here.about['device']}: only that it runs is meant",
+        *tiny,
+    ]
     return lines, [*expected.failures, *here.failures, *here.missing()]
 
 
@@ -125,24 +192,53 @@ def commands(part: str, out: Path, minutes: float, *, small: bool, gpus: int) ->
         return [str(HERE / "device_rates.py"), f"{out}-device.json", *tiny]
     if part.startswith("messages"):
         marker = "slow" if part == "messages here" else "gpu"
-        return ["-m", "pytest", "-v", "-m", marker, str(HERE.parent / "tests" / "test_two_devices.py")]
+        return [
+            "-m",
+            "pytest",
+            "-v",
+            "-m",
+            marker,
+            str(HERE.parent / "tests" / "test_two_devices.py"),
+        ]
     if part == "profile":
         model = "tiny" if small else "llama-3.2-1b"
         several = [f"--processes={gpus}"] if gpus > 1 else []
-        settings = [f"--model.preset={model}", "--train.dtype=bfloat16", f"--batch.tokens_per_rank={256 if small else 16384}"]
+        settings = [
+            f"--model.preset={model}",
+            "--train.dtype=bfloat16",
+            f"--batch.tokens_per_rank={256 if small else 16384}",
+        ]
         return ["-m", "longctx", "calibrate", *settings, "--out", f"{out}-profile.yaml", *several]
-    script = [str(HERE / f"{part}_gpu.py"), "--first", *tiny, "--minutes", f"{minutes:.2f}", "--out", f"{out}-{part}"]
+    script = [
+        str(HERE / f"{part}_gpu.py"),
+        "--first",
+        *tiny,
+        "--minutes",
+        f"{minutes:.2f}",
+        "--out",
+        f"{out}-{part}",
+    ]
     if part == "training":
         return [*script, "--steps", "2" if small else "5"]
-    return [*script, "--append", *(["--kernels", "cpu"] if small and not torch.cuda.is_available() else [])]
+    return [
+        *script,
+        "--append",
+        *(["--kernels", "cpu"] if small and not torch.cuda.is_available() else []),
+    ]
 
 
 def run(words: Sequence[str], log: Path, seconds: float) -> str:
-    """Runs a part, and shows and keeps its output. Returns the reason and the end of its output if it failed, otherwise ""."""
-    mark, until = f"LONGCTX_FIRST_CONTACT={os.getpid()}-{time.monotonic_ns()}", time.monotonic() + seconds
+    """Runs a part, and shows and keeps its output. Returns the reason and the end of its output if
+    it failed, otherwise ""."""
+    mark, until = (
+        f"LONGCTX_FIRST_CONTACT={os.getpid()}-{time.monotonic_ns()}",
+        time.monotonic() + seconds,
+    )
     environment = {**os.environ, **dict([mark.split("=")]), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as stream, log.open(encoding="utf-8", errors="replace") as shown:
-        part = subprocess.Popen([sys.executable, *words], stdout=stream, stderr=subprocess.STDOUT, env=environment)
+        part = subprocess.Popen(
+            [sys.executable, *words], stdout=stream, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             while part.poll() is None and time.monotonic() < until:
                 time.sleep(0.1)
@@ -161,7 +257,8 @@ def run(words: Sequence[str], log: Path, seconds: float) -> str:
 
 
 def end_marked(mark: str) -> None:
-    """Ends all processes with this variable: also what a part started in other sessions would hold memory of the GPU."""
+    """Ends all processes with this variable: also what a part started in other sessions would hold
+    memory of the GPU."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if mark.encode() in path.read_bytes().split(b"\0"):

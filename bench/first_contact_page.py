@@ -1,4 +1,5 @@
-"""The file that first_contact.py writes: what was predicted beside what was measured, or "not measured"."""
+"""The file that first_contact.py writes: what was predicted beside what was measured, or "not
+measured"."""
 
 import csv
 import json
@@ -20,29 +21,42 @@ from training_rows import FASTEST, VOCABULARY, Gpu, runs
 Rows = list[dict[str, str]]
 RING_AIM, MEMORY_AIM = 0.9, 0.1
 MFU_AIMS = {"32768": 0.5, "131072": 0.55}
-UNKNOWN: dict[str, Any] = {"device": "unknown device", "memory": 80e9, "peak": 989e12, "attention": "flash-attn 4"}
+UNKNOWN: dict[str, Any] = {
+    "device": "unknown device",
+    "memory": 80e9,
+    "peak": 989e12,
+    "attention": "flash-attn 4",
+}
 """What is taken for a device that did not say what it is: an H100."""
 NONE = "not measured"
 
 
 class Page:
-    """The sections about the files OUT-*; what cannot be read or predicted is named in `failures`, and the others stay."""
+    """The sections about the files OUT-*; what cannot be read or predicted is named in `failures`,
+    and the others stay."""
 
     def __init__(self, out: Path, calibration: Sequence[str], *, small: bool = False) -> None:
-        """`calibration` has the settings of the part `profile`; the files of `small` parts have rows of a tiny model."""
+        """`calibration` has the settings of the part `profile`; the files of `small` parts have
+        rows of a tiny model."""
         self.out, self.calibration, self.small, self.failures = out, calibration, small, list[str]()
         path = Path(f"{out}-device.json")
         self.about = UNKNOWN
         with suppress(OSError, ValueError):
             self.about = json.loads(path.read_text(encoding="utf-8"))
         self.gpu = Gpu(self.about["memory"], self.about["peak"], self.about["attention"])
-        self.assumed = default_profile("cpu" if self.about["device"].startswith("CPU") else "cuda", self.about["device"])
+        self.assumed = default_profile(
+            "cpu" if self.about["device"].startswith("CPU") else "cuda", self.about["device"]
+        )
 
     def lines(self) -> Iterator[str]:
         aims = ", ".join(f"{aim:.0%} at {n} tokens" for n, aim in MFU_AIMS.items())
         sections: dict[str, Callable[[], list[str]]] = {
-            "Does every kernel agree with float64?": lambda: [*kernels(self.read("attention-checks")), *self.passed_over()],
-            f"What does a ring cost over one call? (aim: at least {RING_AIM:.0%} at 8,192 tokens per rank)": self.rings,
+            "Does every kernel agree with float64?": lambda: [
+                *kernels(self.read("attention-checks")),
+                *self.passed_over(),
+            ],
+            f"What does a ring cost over one call? (aim: at least {RING_AIM:.0%} at 8,192 tokens "
+            "per rank)": self.rings,
             f"How fast does a model train? (aim: {aims})": self.models,
             "Do messages between GPUs work?": self.messages,
             "What are the planner's constants here?": self.constants,
@@ -51,12 +65,15 @@ class Page:
             try:
                 found = answer()
             except Exception as error:  # any error: the other answers are sent all the same
-                self.failures.append(f"{title} {type(error).__name__}: {' '.join(str(error).split())}")
+                self.failures.append(
+                    f"{title} {type(error).__name__}: {' '.join(str(error).split())}"
+                )
                 found = [f"**Failed** {self.failures[-1]}"]
             yield from ("", f"## {title}", "", *found)
 
     def missing(self) -> Iterator[str]:
-        """Yields what a dry run should have and does not: rows that failed or that no time was left for, and whole files."""
+        """Yields what a dry run should have and does not: rows that failed or that no time was left
+        for, and whole files."""
         for name in ("attention-checks", "attention", "attention-elementwise", "training"):
             rows = self.read(name)
             yield from [] if rows else [f"{name}: no rows"]
@@ -72,7 +89,8 @@ class Page:
             return [row for row in csv.DictReader(file) if None not in row.values()]
 
     def profile(self, settings: Sequence[str]) -> HardwareProfile:
-        """Returns the profile from which is predicted, scaled to a run with these settings; nothing asks the GPU."""
+        """Returns the profile from which is predicted, scaled to a run with these settings; nothing
+        asks the GPU."""
         words = [word.removeprefix("--") for word in settings]
         config = load(None, [*words, f"context.profile={self.assumed}", "train.device=cpu"])
         return run_profile(config, 1, VOCABULARY).profile
@@ -80,37 +98,82 @@ class Page:
     def rings(self) -> list[str]:
         profile, described = read_described(self.assumed)
         assert described is not None  # all shipped profiles name their model
-        # Forward and backward on documents of 8,192 tokens and more: 3.5 times 4 operations for half of all pairs of tokens.
+        # Forward and backward on documents of 8,192 tokens and more: 3.5 times 4 operations for
+        # half of all pairs of tokens.
         expected = f"{7 * described.work.attention / profile.attention_s_per_token2 / 1e12:.3g}"
         rows, sizes = self.read("attention"), SMOKE if self.small else FIRST
-        names = list(dict.fromkeys(row["kernel"] for row in rows if row["tokens"])) or [self.gpu.attention]
+        names = list(dict.fromkeys(row["kernel"] for row in rows if row["tokens"])) or [
+            self.gpu.attention
+        ]
         lines = [ring(row, expected) for row in rows]
         measured = {(row["kernel"], row["tokens"], row["degree"]) for row in rows}
         for name, tokens, degree in product(names, sizes.tokens, sizes.degrees):
             if (name, str(tokens), str(degree)) not in measured:
-                lines.append(ring({"kernel": name, "tokens": str(tokens), "degree": str(degree), "failed": NONE}, expected))
-        head = ["kernel", "tokens per rank", "degree", "predicted, one call, TFLOP/s", "one call", "forward", "backward"]
+                lines.append(
+                    ring(
+                        {
+                            "kernel": name,
+                            "tokens": str(tokens),
+                            "degree": str(degree),
+                            "failed": NONE,
+                        },
+                        expected,
+                    )
+                )
+        head = [
+            "kernel",
+            "tokens per rank",
+            "degree",
+            "predicted, one call, TFLOP/s",
+            "one call",
+            "forward",
+            "backward",
+        ]
         return markdown([*head, "ring, forward", "ring, backward", "calls alone", ""], lines, 3)
 
     def models(self) -> list[str]:
         rows, lines = self.read("training"), list[list[str]]()
         for run in runs(self.gpu, smoke=self.small, first=True):
-            mine = [row for row in rows if (row["tokens"], row["chosen"]) == (str(run.tokens), run.chosen)]
+            mine = [
+                row
+                for row in rows
+                if (row["tokens"], row["chosen"]) == (str(run.tokens), run.chosen)
+            ]
             for row in mine or [{}]:
-                named = [option for option in run.options if option.name == row.get("options")] or run.fitting(self.gpu)
+                named = [
+                    option for option in run.options if option.name == row.get("options")
+                ] or run.fitting(self.gpu)
                 if not named:
-                    lines.append([str(run.tokens), run.chosen, *[""] * 8, f"{NONE}: no settings fit"])
+                    lines.append(
+                        [str(run.tokens), run.chosen, *[""] * 8, f"{NONE}: no settings fit"]
+                    )
                     continue
                 profile = self.profile(run.arguments(named[0], 1))
                 plan = make_plan([run.tokens], ranks=1, tokens_per_rank=run.tokens, profile=profile)
-                head = [str(run.tokens), named[0].name, row.get("attention", ""), f"{plan.makespan_s:.4g}"]
+                head = [
+                    str(run.tokens),
+                    named[0].name,
+                    row.get("attention", ""),
+                    f"{plan.makespan_s:.4g}",
+                ]
                 lines.append([*head, *trained(row, f"{run.bytes(named[0]) / 2**30:.1f}")])
-        names = ["tokens", "settings", "attention", "predicted step, s", "step, s", "tokens/s", "MFU", "estimate, GiB"]
+        names = [
+            "tokens",
+            "settings",
+            "attention",
+            "predicted step, s",
+            "step, s",
+            "tokens/s",
+            "MFU",
+            "estimate, GiB",
+        ]
         return markdown([*names, "peak, GiB", ""], lines, 3)
 
     def messages(self) -> list[str]:
         """Returns the last line of the tests."""
-        return [line.strip("= ") for line in self.log("messages") if line.startswith("=")][-1:] or [NONE]
+        return [line.strip("= ") for line in self.log("messages") if line.startswith("=")][-1:] or [
+            NONE
+        ]
 
     def passed_over(self) -> list[str]:
         """Returns which kernels do not run here, and why."""
@@ -119,34 +182,62 @@ class Page:
 
     def log(self, part: str) -> list[str]:
         path = Path(f"{self.out}-{part}.log")
-        return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        return (
+            path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        )
 
     def constants(self) -> list[str]:
-        """Says what was predicted beside what was measured, and adds the profile itself: a file to send is one file."""
+        """Says what was predicted beside what was measured, and adds the profile itself: a file to
+        send is one file."""
         path, expected = Path(f"{self.out}-profile.yaml"), self.profile(self.calibration)
         here = HardwareProfile.load(str(path)) if path.exists() else None
         names = "linear_s_per_token", "attention_s_per_token2", "launch_s", "step_s"
         names = *names, "intra_node_bytes_per_s", "latency_s", "overlap"
         rows = [
-            [name, *(NONE if each is None else f"{getattr(each, name):.4g}" for each in (expected, here))] for name in names
+            [
+                name,
+                *(
+                    NONE if each is None else f"{getattr(each, name):.4g}"
+                    for each in (expected, here)
+                ),
+            ]
+            for name in names
         ]
         table = markdown(["constant", f"predicted by {self.assumed}", "here"], rows, 1)
         if here is None:
             return table
         text = path.read_text(encoding="utf-8").rstrip()
-        return [*table, "", f"{path.name}: `--context.profile {path.name}`", "", "```yaml", text, "```"]
+        return [
+            *table,
+            "",
+            f"{path.name}: `--context.profile {path.name}`",
+            "",
+            "```yaml",
+            text,
+            "```",
+        ]
 
 
 def kernels(rows: Rows) -> list[str]:
-    """One line per kernel: checks passed, and the largest error of a ring over that of one call, both against float64."""
+    """One line per kernel: checks passed, and the largest error of a ring over that of one call,
+    both against float64."""
     lines = []
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         mine = [row for row in rows if row["kernel"] == kernel]
         good = [row for row in mine if row["right"] == "True"]
-        ratios = [float(row["ring"]) / float(row["single"]) for row in mine if row["single"] and float(row["single"])]
-        different = {f"{row['mask']} {row['tensor']} {row['failed']}".strip() for row in mine if row["right"] != "True"}
+        ratios = [
+            float(row["ring"]) / float(row["single"])
+            for row in mine
+            if row["single"] and float(row["single"])
+        ]
+        different = {
+            f"{row['mask']} {row['tensor']} {row['failed']}".strip()
+            for row in mine
+            if row["right"] != "True"
+        }
         reached = {row["mask"] for row in mine}
-        different |= {f"not checked: {mask}" for mask in masks(1) if mask not in reached}  # no time was left
+        # No time was left.
+        different |= {f"not checked: {mask}" for mask in masks(1) if mask not in reached}
         different |= {"two runs may differ" for row in mine if row["deterministic"] == "False"}
         worst = f"{max(ratios):.2f}" if ratios else ""
         lines.append([kernel, f"{len(good)} of {len(mine)}", worst, "; ".join(sorted(different))])
@@ -162,10 +253,16 @@ def ring(row: dict[str, str], expected: str) -> list[str]:
     ways = "forward", "backward"
     rates = [float(row[f"{way}_single_tflops"]) for way in ways]
     both = 3.5 / (1 / rates[0] + 2.5 / rates[1])
-    shares, calls = ([float(row[f"{way}_{what}_share"]) for way in ways] for what in ("ring", "calls"))
+    shares, calls = (
+        [float(row[f"{way}_{what}_share"]) for way in ways] for what in ("ring", "calls")
+    )
     aimed = row["tokens"] == "8192" and int(row["degree"]) > 1
     verdict = ("reached" if min(shares) >= RING_AIM else "not reached") if aimed else ""
-    cells = *(f"{rate:.0f}" for rate in (both, *rates)), *(f"{share:.0%}" for share in shares), f"{min(calls):.0%}"
+    cells = (
+        *(f"{rate:.0f}" for rate in (both, *rates)),
+        *(f"{share:.0%}" for share in shares),
+        f"{min(calls):.0%}",
+    )
     return [*head, *cells, verdict]
 
 
@@ -173,11 +270,19 @@ def trained(row: dict[str, str], estimated: str) -> list[str]:
     """Returns the cells of a row of training, measured or not, after those of its settings."""
     if not row or row["failed"] or not row["step_s"]:
         return ["", "", "", estimated, "", row["failed"] if row else NONE]
-    mfu, peak, estimate = (float(row[name]) if row[name] else None for name in ("mfu", "peak_gib", "estimate_gib"))
+    mfu, peak, estimate = (
+        float(row[name]) if row[name] else None for name in ("mfu", "peak_gib", "estimate_gib")
+    )
     verdicts = []
     if mfu is not None and row["chosen"] == FASTEST and row["tokens"] in MFU_AIMS:
         verdicts.append(f"MFU {'reached' if mfu >= MFU_AIMS[row['tokens']] else 'not reached'}")
     if peak and estimate and abs(estimate / peak - 1) > MEMORY_AIM:
         verdicts.append(f"estimate off by {estimate / peak - 1:+.0%}")
-    cells = [row["step_s"], row["tokens_per_s"], "" if mfu is None else f"{mfu:.1%}", estimated, f"{peak:.1f}" if peak else ""]
+    cells = [
+        row["step_s"],
+        row["tokens_per_s"],
+        "" if mfu is None else f"{mfu:.1%}",
+        estimated,
+        f"{peak:.1f}" if peak else "",
+    ]
     return [*cells, ", ".join([*verdicts, *[row["note"]] * bool(row["note"])])]

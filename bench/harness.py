@@ -1,4 +1,5 @@
-"""Shared parts of the benchmarks: options, facts of the machine, an append-only CSV table, Markdown, timing, and a store."""
+"""Shared parts of the benchmarks: options, facts of the machine, an append-only CSV table,
+Markdown, timing, and a store."""
 
 import argparse
 import csv
@@ -26,13 +27,25 @@ from longctx.parallel.timing import now, seconds
 RESULTS = Path(__file__).parent / "results"
 
 
-def options(text: str, out: str | None = None, minutes: float | None = None) -> argparse.ArgumentParser:
-    """Makes a parser with a script's docstring as its help, and with --out and --minutes if defaults for them are given."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(
+    text: str, out: str | None = None, minutes: float | None = None
+) -> argparse.ArgumentParser:
+    """Makes a parser with a script's docstring as its help, and with --out and --minutes if
+    defaults for them are given."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if out:
-        parser.add_argument("--out", type=Path, default=RESULTS / out, help="output files, without suffix")
+        parser.add_argument(
+            "--out", type=Path, default=RESULTS / out, help="output files, without suffix"
+        )
     if minutes:
-        parser.add_argument("--minutes", type=float, default=minutes, help="time for all rows; the remaining rows are skipped")
+        parser.add_argument(
+            "--minutes",
+            type=float,
+            default=minutes,
+            help="time for all rows; the remaining rows are skipped",
+        )
     return parser
 
 
@@ -44,7 +57,11 @@ def command(out: Path | None = None) -> str:
 
 def facts(*packages: str) -> dict[str, str]:
     """Returns date, machine, and versions of Python and of the packages."""
-    found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": platform.machine(), "python": platform.python_version()}
+    found = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):
@@ -66,12 +83,16 @@ def device_facts() -> dict[str, str]:
 
 
 class Table:
-    """A CSV file to which rows are appended, each with the facts of this run, whose columns may be listed in `columns`.
+    """A CSV file to which rows are appended, each with the facts of this run, whose columns may be
+    listed in `columns`.
 
-    `rows` has all rows of the file as text. Without `overwrite` rows of earlier runs are kept, and this run continues.
+    `rows` has all rows of the file as text. Without `overwrite` rows of earlier runs are kept, and
+    this run continues.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], facts: dict[str, str], *, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: Path, columns: Sequence[str], facts: dict[str, str], *, overwrite: bool = False
+    ) -> None:
         self.path, self.facts = path, facts
         self.columns = [*columns, *(name for name in facts if name not in columns)]
         self.rows: list[dict[str, str]] = []
@@ -82,11 +103,17 @@ class Table:
             reader = csv.DictReader(file)
             self.rows = list(reader)
         if reader.fieldnames != self.columns:
-            sys.exit(f"{path} has other columns than this benchmark: move it away, or give another --out")
+            sys.exit(
+                f"{path} has other columns than this benchmark: move it away, or give another --out"
+            )
 
     def find(self, **values: object) -> list[dict[str, str]]:
         """Returns the rows with these values."""
-        return [row for row in self.rows if all(row[name] == _text(value) for name, value in values.items())]
+        return [
+            row
+            for row in self.rows
+            if all(row[name] == _text(value) for name, value in values.items())
+        ]
 
     def missing(
         self,
@@ -94,7 +121,8 @@ class Table:
         deadline: float,
         needed_s: Callable[[dict[str, Any]], float] = lambda values: 0.0,
     ) -> Iterator[dict[str, Any]]:
-        """Yields the wanted rows that the file does not have and that end before `time.monotonic()` reaches the deadline.
+        """Yields the wanted rows that the file does not have and that end before `time.monotonic()`
+        reaches the deadline.
 
         `needed_s` returns the seconds that a row is expected to take.
         """
@@ -104,7 +132,10 @@ class Table:
             if time.monotonic() + needed_s(values) < deadline:
                 yield values
             else:
-                print(f"skipped, out of time: {', '.join(f'{name} {value}' for name, value in values.items())}")
+                print(
+                    "skipped, out of time: "
+                    f"{', '.join(f'{name} {value}' for name, value in values.items())}"
+                )
 
     def append(self, row: dict[str, Any]) -> None:
         """Appends a row; missing columns stay empty."""
@@ -127,7 +158,9 @@ def _text(value: object) -> str:
     return str(float(f"{value:.6g}") if isinstance(value, float) else value)
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: int | None = None) -> list[str]:
+def markdown(
+    head: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: int | None = None
+) -> list[str]:
     """Returns the lines of a Markdown table; columns from `numbers_from` on are right-aligned."""
     left = len(head) if numbers_from is None else numbers_from
     rule = "|" + "---|" * left + "---:|" * (len(head) - left)
@@ -135,15 +168,22 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: i
 
 
 def speedups(slow: dict[str, Any], fast: dict[str, Any], mark: str = "") -> list[str]:
-    """Returns the median speedup over steps, with `mark` around it, and that of total times; each measured (predicted)."""
+    """Returns the median speedup over steps, with `mark` around it, and that of total times; each
+    measured (predicted)."""
     steps = list(zip(slow["steps"], fast["steps"], strict=True))
-    medians = [statistics.median(a[key] / b[key] for a, b in steps) for key in ("seconds", "predicted_s")]
+    medians = [
+        statistics.median(a[key] / b[key] for a, b in steps) for key in ("seconds", "predicted_s")
+    ]
     total_s, total_predicted_s = (slow[key] / fast[key] for key in ("total_s", "predicted_s"))
-    return [f"{mark}{medians[0]:.2f}×{mark} ({medians[1]:.2f}×)", f"{total_s:.2f}× ({total_predicted_s:.2f}×)"]
+    return [
+        f"{mark}{medians[0]:.2f}×{mark} ({medians[1]:.2f}×)",
+        f"{total_s:.2f}× ({total_predicted_s:.2f}×)",
+    ]
 
 
 def median_s(run: Callable[[], object], device: torch.device, longest_s: float) -> float:
-    """Returns the median seconds of `run` over as many calls as fit in `longest_s`, 3 to 50, after two warm-up calls.
+    """Returns the median seconds of `run` over as many calls as fit in `longest_s`, 3 to 50, after
+    two warm-up calls.
 
     On a GPU, measured by events in its stream.
     """
@@ -166,7 +206,8 @@ def repeats(once_s: float, longest_s: float) -> int:
 
 
 def make_store(lengths: Sequence[int], folder: Path) -> Path:
-    """Makes a store of documents of exactly these lengths: bytes of the source code of this Python's standard library."""
+    """Makes a store of documents of exactly these lengths: bytes of the source code of this
+    Python's standard library."""
     library, text = Path(sysconfig.get_path("stdlib")), ""
     for path in sorted(library.rglob("*.py")):
         if len(text) >= sum(lengths):

@@ -1,12 +1,15 @@
-"""Host time of one layer and micro-batch, forward and backward, on a CPU: what a GPU would wait for if its work were shorter.
+"""Host time of one layer and micro-batch, forward and backward, on a CPU: what a GPU would wait for
+if its work were shorter.
 
     python bench/host_overhead.py --label before      # two minutes, one thread
 
-Rank 0 of a group of four that sends nothing, so that all messages are posted and none is waited for; hidden size 64, 64 tokens
-per rank, bfloat16. Attention is our whole flash kernel around a library that computes nothing. Norms of the native decoder are
-one operation, as on CUDA. A row is the slope of process time between two depths, the median of seven rounds in which all ways
-take turns; `ratio` is over transformers' own layer, under FSDP2 over that under FSDP2. Appends to OUT.csv, and prints the
-tokens per rank at which host time equals GPU time, for layers of given sizes at the matrix rate of the H100's profile.
+Rank 0 of a group of four that sends nothing, so that all messages are posted and none is waited
+for; hidden size 64, 64 tokens per rank, bfloat16. Attention is our whole flash kernel around a
+library that computes nothing. Norms of the native decoder are one operation, as on CUDA. A row is
+the slope of process time between two depths, the median of seven rounds in which all ways take
+turns; `ratio` is over transformers' own layer, under FSDP2 over that under FSDP2. Appends to
+OUT.csv, and prints the tokens per rank at which host time equals GPU time, for layers of given
+sizes at the matrix rate of the H100's profile.
 """
 
 import statistics
@@ -48,13 +51,19 @@ Step = Callable[[], object]
 def main() -> None:
     parser = options(__doc__, "host-overhead")
     parser.add_argument("--label", default="now", help="name of the code that is measured")
-    parser.add_argument("--steps", type=int, default=15, help="steps of a way in each round and depth")
+    parser.add_argument(
+        "--steps", type=int, default=15, help="steps of a way in each round and depth"
+    )
     parser.add_argument("--only", nargs="*", help="words of the ways to measure; all if omitted")
     given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     KERNELS["nothing"] = Nothing()
-    ways = {way: [make(depth) for depth in DEPTHS] for way, make in all_ways().items() if wanted(way, given.only)}
+    ways = {
+        way: [make(depth) for depth in DEPTHS]
+        for way, make in all_ways().items()
+        if wanted(way, given.only)
+    }
     measured: dict[str, list[float]] = {way: [] for way in ways}
     for each in range(1 + ROUNDS):
         for way, steps in ways.items():
@@ -79,23 +88,37 @@ def all_ways() -> dict[str, Callable[[int], Step]]:
     for sharded in (False, True):
         name = ", FSDP2" if sharded else ""
         ways[f"transformers{name}"] = lambda depth, s=sharded: transformers_step(depth, None, s)
-        ways[f"transformers under our attention{name}"] = lambda depth, s=sharded: transformers_step(depth, whole, s)
+        ways[f"transformers under our attention{name}"] = lambda depth, s=sharded: (
+            transformers_step(depth, whole, s)
+        )
         ways[f"native{name}"] = lambda depth, s=sharded: native_step(depth, whole, s)
         ways[f"native, ring of 4{name}"] = lambda depth, s=sharded: native_step(depth, ring, s)
-        ways[f"native, selective{name}"] = lambda depth, s=sharded: native_step(depth, whole, s, "selective")
-    ways["transformers under our attention, ring of 4"] = lambda depth: transformers_step(depth, ring, False)
+        ways[f"native, selective{name}"] = lambda depth, s=sharded: native_step(
+            depth, whole, s, "selective"
+        )
+    ways["transformers under our attention, ring of 4"] = lambda depth: transformers_step(
+        depth, ring, False
+    )
     ways["native, full"] = lambda depth: native_step(depth, whole, False, "full")
     ways["native, mixture"] = lambda depth: native_step(depth, whole, False, experts=4)
-    ways["native, selective, ring of 4, FSDP2"] = lambda depth: native_step(depth, ring, True, "selective")
+    ways["native, selective, ring of 4, FSDP2"] = lambda depth: native_step(
+        depth, ring, True, "selective"
+    )
     return ways
 
 
 def schedules() -> dict[str, list[float]]:
-    """Returns the µs, not per layer, in which the schedule of a micro-batch with so many whole documents is built."""
+    """Returns the µs, not per layer, in which the schedule of a micro-batch with so many whole
+    documents is built."""
     found = {}
     for documents in (8, 32, 256):
-        layout = Layout.of([Placement(i, 0, 1) for i in range(documents)], [TOKENS] * documents, 0, 0)
-        times = [median_s(lambda layout=layout: RingSchedule.build(layout), 15) * 1e6 for _ in range(ROUNDS)]
+        layout = Layout.of(
+            [Placement(i, 0, 1) for i in range(documents)], [TOKENS] * documents, 0, 0
+        )
+        times = [
+            median_s(lambda layout=layout: RingSchedule.build(layout), 15) * 1e6
+            for _ in range(ROUNDS)
+        ]
         found[f"schedule of {documents} documents"] = times
     return found
 
@@ -104,9 +127,12 @@ def ring_of(degree: int) -> Layout:
     return Layout.of([Placement(0, 0, degree)], [degree * TOKENS], 0, 0)
 
 
-def native_step(depth: int, layout: Layout, sharded: bool, recompute: str = "none", experts: int = 0) -> Step:
+def native_step(
+    depth: int, layout: Layout, sharded: bool, recompute: str = "none", experts: int = 0
+) -> Step:
     shape = PRESETS["tiny"].model_copy(
-        update=sizes(depth) | ({"num_experts": experts, "moe_intermediate_size": HIDDEN} if experts else {})
+        update=sizes(depth)
+        | ({"num_experts": experts, "moe_intermediate_size": HIDDEN} if experts else {})
     )
     model = Decoder(shape)
     model.initialize(0)
@@ -141,7 +167,9 @@ def transformers_step(depth: int, layout: Layout | None, sharded: bool) -> Step:
         named: dict[str, Any] = {}
         if layout is not None:
             named["ring_attention"] = Rings(
-                lambda scale, softcap, window, device: RingAttention(layout, scale=scale, kernel="nothing", exchange=InStream)
+                lambda scale, softcap, window, device: RingAttention(
+                    layout, scale=scale, kernel="nothing", exchange=InStream
+                )
             )
         model(tokens, position_ids=tokens, use_cache=False, **named)[0].sum().backward()
         model.zero_grad()
@@ -150,8 +178,18 @@ def transformers_step(depth: int, layout: Layout | None, sharded: bool) -> Step:
 
 
 def sizes(depth: int) -> dict[str, int]:
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2, "head_dim": HIDDEN // HEADS}
-    return {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": depth, "vocab_size": 64, **heads}
+    heads = {
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "head_dim": HIDDEN // HEADS,
+    }
+    return {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": depth,
+        "vocab_size": 64,
+        **heads,
+    }
 
 
 def prepared(model: nn.Module, layers: nn.ModuleList, sharded: bool) -> None:
@@ -160,7 +198,9 @@ def prepared(model: nn.Module, layers: nn.ModuleList, sharded: bool) -> None:
         model.to(DTYPE)
         return
     mesh = init_device_mesh("cpu", (RANKS,))
-    policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPE, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for layer in [*layers, model]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
 
@@ -185,14 +225,26 @@ class Nothing(Flash):
         return None
 
     def _choose(self, request: KernelRequest) -> Library:
-        return Library("nothing", lambda: None, lambda *_: None, _forward, _backward, lambda _: 0, made_for_hopper=True)
+        return Library(
+            "nothing",
+            lambda: None,
+            lambda *_: None,
+            _forward,
+            _backward,
+            lambda _: 0,
+            made_for_hopper=True,
+        )
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Sequences | Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Sequences | Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-def _backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+def _backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
@@ -212,18 +264,34 @@ def rows_of(measured: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
     for way, found in measured.items():
         base = statistics.median(measured[OWN_SHARDED if way.endswith("FSDP2") else OWN])
         middle = statistics.median(found)
-        yield {"way": way, "host_us": middle, "lowest_us": min(found), "highest_us": max(found), "ratio": middle / base}
+        yield {
+            "way": way,
+            "host_us": middle,
+            "lowest_us": min(found),
+            "highest_us": max(found),
+            "ratio": middle / base,
+        }
 
 
 def printed(measured: dict[str, list[float]]) -> Iterator[str]:
-    """Yields the lines of two tables: host time by way, and the tokens per rank at which a GPU takes as long."""
+    """Yields the lines of two tables: host time by way, and the tokens per rank at which a GPU
+    takes as long."""
     rows = list(rows_of(measured))
-    cells = [[row["way"], *(f"{row[name]:,.0f}" for name in COLUMNS[2:5]), f"{row['ratio']:.2f}"] for row in rows]
+    cells = [
+        [row["way"], *(f"{row[name]:,.0f}" for name in COLUMNS[2:5]), f"{row['ratio']:.2f}"]
+        for row in rows
+    ]
     yield from markdown(["way", "host, µs", "lowest", "highest", "ratio"], cells, 1)
     yield ""
     per_layer_s = HardwareProfile.load("h100-nvlink-ib").linear_s_per_token / 32
     tokens = [
-        [row["way"], *(f"{row['host_us'] * 1e-6 / per_layer_s * LAYERS['8B'] / each:,.0f}" for each in LAYERS.values())]
+        [
+            row["way"],
+            *(
+                f"{row['host_us'] * 1e-6 / per_layer_s * LAYERS['8B'] / each:,.0f}"
+                for each in LAYERS.values()
+            ),
+        ]
         for row in rows
     ]
     yield from markdown(["tokens per rank at which host = GPU", *LAYERS], tokens, 1)

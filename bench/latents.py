@@ -1,11 +1,14 @@
-"""What DeepSeek V3's split documents send, and its predicted step at 128k, with keys and values or latents on the wire.
+"""What DeepSeek V3's split documents send, and its predicted step at 128k, with keys and values or
+latents on the wire.
 
     python bench/latents.py     # a minute; writes results/latents.csv
 
-A step has 32 documents of 131,072 tokens. Sizes are the defaults of transformers' config, 671B parameters without values;
-experts are spread over 64 ranks, and backward recomputes everything. Constants are those of the H100's shipped profile, scaled
-to this model; nothing was measured. `received_gb` are the rows of one document that a rank receives in one layer, before they
-are expanded. That 64 GPUs hold the model's weights and optimizer is not claimed: only times are predicted.
+A step has 32 documents of 131,072 tokens. Sizes are the defaults of transformers' config, 671B
+parameters without values; experts are spread over 64 ranks, and backward recomputes everything.
+Constants are those of the H100's shipped profile, scaled to this model; nothing was measured.
+`received_gb` are the rows of one document that a rank receives in one layer, before they are
+expanded. That 64 GPUs hold the model's weights and optimizer is not claimed: only times are
+predicted.
 """
 
 import sys
@@ -43,7 +46,9 @@ COLUMNS = [
 def deepseek_v3() -> ModelSpec:
     """Returns the sizes of DeepSeek V3."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3"), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("deepseek_v3"), dtype=torch.bfloat16
+        )
     replace_attention(model)
     return spec_of(model, model.get_submodule(block_name(model)))
 
@@ -52,16 +57,22 @@ def main() -> None:
     arguments = options(__doc__, "latents.csv").parse_args()
     table = Table(arguments.out, COLUMNS, facts("longctx", "numpy", "transformers"), overwrite=True)
     latents = deepseek_v3()
-    keys = replace(latents, layers=tuple(replace(layer, latent=NO_LATENT) for layer in latents.layers))
+    keys = replace(
+        latents, layers=tuple(replace(layer, latent=NO_LATENT) for layer in latents.layers)
+    )
     profile, described = read_described(PROFILE)
     assert described is not None
     for gpus in GPUS:
         for budget in BUDGETS:
             for levels in LEVELS:
                 for name, spec in (("keys and values", keys), ("latents", latents)):
-                    work = work_of(spec, "bfloat16", recompute="full", expert=EXPERT_RANKS, gpus=gpus)
+                    work = work_of(
+                        spec, "bfloat16", recompute="full", expert=EXPERT_RANKS, gpus=gpus
+                    )
                     scaled = replace(scale(profile, described.work, work), exchange_levels=levels)
-                    plan = make_plan([LENGTH] * DOCUMENTS, ranks=gpus, tokens_per_rank=budget, profile=scaled)
+                    plan = make_plan(
+                        [LENGTH] * DOCUMENTS, ranks=gpus, tokens_per_rank=budget, profile=scaled
+                    )
                     (degree,) = set(plan.degrees)
                     values = spec.layers[0].sent_values(1)
                     received = 2 * values * LENGTH * (degree - 1) / degree / 1e9

@@ -1,11 +1,13 @@
-"""Linear attention: CPU time and dispatches of forward and backward of one layer, for documents whole on one rank.
+"""Linear attention: CPU time and dispatches of forward and backward of one layer, for documents
+whole on one rank.
 
     python bench/linear.py --code 1a2b3c4                                              # about a minute on one core
     PYTHONPATH=../other-checkout python bench/linear.py --code name-of-the-other       # beside it, in the same file
 
-One thread; the least CPU time of several rounds, which other processes on the machine change little. A dispatch is a call of an
-operator of torch: on a GPU most are a kernel, and many small ones take longer to launch than to run. Uses only
-`Recurrence.attend`, so it also runs on other versions. Appends to results/linear.csv.
+One thread; the least CPU time of several rounds, which other processes on the machine change
+little. A dispatch is a call of an operator of torch: on a GPU most are a kernel, and many small
+ones take longer to launch than to run. Uses only `Recurrence.attend`, so it also runs on other
+versions. Appends to results/linear.csv.
 """
 
 import time
@@ -23,7 +25,13 @@ from longctx.planning.layout import Layout, Placement
 CASES = [
     (rule, dim, lengths)
     for rule in ("delta rule", "Mamba-2")
-    for dim, lengths in ((16, [16384]), (64, [8192]), (128, [8192]), (128, [1024] * 4), (16, [256] * 32))
+    for dim, lengths in (
+        (16, [16384]),
+        (64, [8192]),
+        (128, [8192]),
+        (128, [1024] * 4),
+        (16, [256] * 32),
+    )
 ]
 HEADS = 4
 COLUMNS = ["code", "rule", "head_dim", "heads", "documents", "tokens", "dispatches", "cpu_ms"]
@@ -34,7 +42,9 @@ class Counting(TorchDispatchMode):
 
     calls = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.calls += 1
         return function(*args, **(kwargs or {}))
 
@@ -59,7 +69,9 @@ class Layer:
 
 def main() -> None:
     parser = options(__doc__, "linear.csv")
-    parser.add_argument("--code", required=True, help="name of the version of the code, for the table")
+    parser.add_argument(
+        "--code", required=True, help="name of the version of the code, for the table"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -75,7 +87,16 @@ def main() -> None:
             layer.step()
             best = min(best, time.process_time() - began)
         documents = f"{len(lengths)} × {lengths[0]:,}"
-        row = [arguments.code, rule, dim, HEADS, documents, sum(lengths), counting.calls, round(1000 * best)]
+        row = [
+            arguments.code,
+            rule,
+            dim,
+            HEADS,
+            documents,
+            sum(lengths),
+            counting.calls,
+            round(1000 * best),
+        ]
         table.append(dict(zip(COLUMNS, row, strict=True)))
         print(*row)
 

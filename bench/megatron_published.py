@@ -1,16 +1,20 @@
-"""Compares our cost model with a published measurement: Megatron's benchmark of dynamic context parallelism, 4 to 64 GPUs.
+"""Compares our cost model with a published measurement: Megatron's benchmark of dynamic context
+parallelism, 4 to 64 GPUs.
 
     python bench/megatron_published.py      # minutes; needs the wheel's class: pip install '.[bench]'
 
-Published (examples/dynamic_context_parallel in the dev branch of NVIDIA/Megatron-LM, README.md and benchmark_dcp.sh at commit
-10ce7bc; one run each, June 9, 2026): the time per iteration under `dp_balanced`, which is fixed static of degree 4, and under
-`default_dynamic_cp`, as means of iterations 11 to 30 without the fastest and the slowest 10 %. The model has 12 layers of width
-2,048 (MLP 8,192, 16 heads, vocabulary 131,072); 2,048 tokens per rank; 8 documents per 4 GPUs and step, with lognormal lengths
-(mean 1,024, sigma 1.5, clipped to 128 … 8,192) from the generator and seed used here, padded to multiples of 8.
+Published (examples/dynamic_context_parallel in the dev branch of NVIDIA/Megatron-LM, README.md and
+benchmark_dcp.sh at commit 10ce7bc; one run each, June 9, 2026): the time per iteration under
+`dp_balanced`, which is fixed static of degree 4, and under `default_dynamic_cp`, as means of
+iterations 11 to 30 without the fastest and the slowest 10 %. The model has 12 layers of width 2,048
+(MLP 8,192, 16 heads, vocabulary 131,072); 2,048 tokens per rank; 8 documents per 4 GPUs and step,
+with lognormal lengths (mean 1,024, sigma 1.5, clipped to 128 … 8,192) from the generator and seed
+used here, padded to multiples of 8.
 
-Not published, so assumed: the kind of GPU (four per node; taken as H100), the network, and the order of the documents (taken
-as drawn; five runs of 20 steps show its effect). Two baselines bracket their scheduler of that day: the class of the
-megatron-core wheel, which is before packing, and our reading of the later dev branch.
+Not published, so assumed: the kind of GPU (four per node; taken as H100), the network, and the
+order of the documents (taken as drawn; five runs of 20 steps show its effect). Two baselines
+bracket their scheduler of that day: the class of the megatron-core wheel, which is before packing,
+and our reading of the later dev branch.
 
 Predictions use the shipped profile scaled to that model, and none of their measurements.
 """
@@ -57,46 +61,68 @@ def main() -> None:
     plans = {gpus: plan_steps(lengths, gpus, scaled_profile(gpus)) for gpus in MEASURED_MS}
     launch_ms = 1e3 * plans[4]["auto"][0].profile.launch_s
     measured = [before / after for before, after in MEASURED_MS.values()]
-    off = [ratio(by, "megatron-dev") / found - 1 for by, found in zip(plans.values(), measured, strict=True)]
+    off = [
+        ratio(by, "megatron-dev") / found - 1
+        for by, found in zip(plans.values(), measured, strict=True)
+    ]
     lines = [
-        "Speedups over fixed static of degree 4 (`dp_balanced`): measured by Megatron's authors, and modelled by longctx, with "
-        f"the range over {RUNS} runs of {STEPS} steps in brackets. Their scheduler is modelled in two ways; auto is",
-        f"longctx.\n\nProfile {PROFILE}, scaled to their model, {launch_ms:.0f} ms launch time per micro-batch:\n",
+        "Speedups over fixed static of degree 4 (`dp_balanced`): measured by Megatron's authors, "
+        "and modelled by longctx, with "
+        f"the range over {RUNS} runs of {STEPS} steps in brackets. Their scheduler is modelled in "
+        "two ways; auto is",
+        f"longctx.\n\nProfile {PROFILE}, scaled to their model, {launch_ms:.0f} ms launch time per "
+        "micro-batch:\n",
         *table(plans),
-        f"\nWith our reading of the dev branch, the model is {min(off):+.0%} to {max(off):+.0%} off the measurements. {WHY}",
-        "\nMade by `python bench/megatron_published.py`, whose docstring lists what is published and what is assumed.\n",
+        f"\nWith our reading of the dev branch, the model is {min(off):+.0%} to {max(off):+.0%} "
+        f"off the measurements. {WHY}",
+        "\nMade by `python bench/megatron_published.py`, whose docstring lists what is published "
+        "and what is assumed.\n",
     ]
     out.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def mock_lengths() -> Lengths:
-    """Returns a million lengths of their mock data set: without the last token, padded to multiples of 2 × degree."""
+    """Returns a million lengths of their mock data set: without the last token, padded to multiples
+    of 2 × degree."""
     drawn = np.random.RandomState(0).lognormal(np.log(1024) - 1.5**2 / 2, 1.5, 1_000_000)
     samples = np.clip(drawn, 128, 8192).astype(np.int64)
     return -(-(samples - 1) // (2 * DEGREE)) * 2 * DEGREE
 
 
 def scaled_profile(gpus: int) -> HardwareProfile:
-    """Returns the shipped profile scaled to the model; gradients are reduced once per step, weights gathered once per step."""
+    """Returns the shipped profile scaled to the model; gradients are reduced once per step, weights
+    gathered once per step."""
     machine = Machine.load(PROFILE)
     machine = replace(machine, profile=replace(machine.profile, ranks_per_node=GPUS_PER_NODE))
-    return profile_of(machine, SHAPE.spec, Split(1, NO_PIPELINE, gpus, "none", "step", "step", TOKENS_PER_RANK))
+    return profile_of(
+        machine, SHAPE.spec, Split(1, NO_PIPELINE, gpus, "none", "step", "step", TOKENS_PER_RANK)
+    )
 
 
 def plan_steps(lengths: Lengths, gpus: int, profile: HardwareProfile) -> dict[str, list[Plan]]:
     """Plans every step with each planner."""
-    drawn = lengths[: RUNS * STEPS * MICRO_BATCHES * gpus // DEGREE].reshape(RUNS * STEPS, -1).tolist()
-    request: dict[str, Any] = {"ranks": gpus, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
+    drawn = (
+        lengths[: RUNS * STEPS * MICRO_BATCHES * gpus // DEGREE].reshape(RUNS * STEPS, -1).tolist()
+    )
+    request: dict[str, Any] = {
+        "ranks": gpus,
+        "tokens_per_rank": TOKENS_PER_RANK,
+        "profile": profile,
+    }
     theirs = ("megatron-main", "megatron-dev")
     return {
         "fixed-static": [plan_fixed_static(step, **request, degree=DEGREE) for step in drawn],
-        **{name: [plan_placed(name, RIVALS[name], step, **request) for step in drawn] for name in theirs},
+        **{
+            name: [plan_placed(name, RIVALS[name], step, **request) for step in drawn]
+            for name in theirs
+        },
         "auto": [make_plan(step, **request) for step in drawn],
     }
 
 
 def trimmed_ms(plans: Sequence[Plan]) -> float:
-    """Returns the mean time without the fastest and the slowest 10 %, as in the published figures."""
+    """Returns the mean time without the fastest and the slowest 10 %, as in the published
+    figures."""
     cut = len(plans) // 10
     return 1e3 * float(np.mean(sorted(plan.makespan_s for plan in plans)[cut : len(plans) - cut]))
 
@@ -107,11 +133,24 @@ def ratio(by: dict[str, list[Plan]], planner: str, run: slice = slice(None)) -> 
 
 
 def table(plans: dict[int, dict[str, list[Plan]]]) -> list[str]:
-    head = ["GPUs", "baseline, measured", "modelled", "**theirs, measured**", "modelled: wheel", "modelled: dev", "auto"]
+    head = [
+        "GPUs",
+        "baseline, measured",
+        "modelled",
+        "**theirs, measured**",
+        "modelled: wheel",
+        "modelled: dev",
+        "auto",
+    ]
     lines = []
     for gpus, by in plans.items():
         base, dynamic = MEASURED_MS[gpus]
-        line = [str(gpus), f"{base:.0f} ms", f"{trimmed_ms(by['fixed-static']):.0f} ms", f"**{base / dynamic:.2f}**"]
+        line = [
+            str(gpus),
+            f"{base:.0f} ms",
+            f"{trimmed_ms(by['fixed-static']):.0f} ms",
+            f"**{base / dynamic:.2f}**",
+        ]
         for planner in ("megatron-main", "megatron-dev", "auto"):
             of_runs = [ratio(by, planner, slice(i * STEPS, (i + 1) * STEPS)) for i in range(RUNS)]
             line.append(f"{ratio(by, planner):.2f} ({min(of_runs):.2f} to {max(of_runs):.2f})")

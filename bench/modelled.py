@@ -1,21 +1,25 @@
-"""Runs `longctx` on a modelled device: everything is real but matrix work and attention kernels, which sleep.
+"""Runs `longctx` on a modelled device: everything is real but matrix work and attention kernels,
+which sleep.
 
     python -m bench.modelled DEVICE.json measure run.yaml --modes auto,static:8
 
-Loader, planner, layouts, schedules, exchange, FSDP's collectives and the bytes on the links are those of any run. The model is
-tiny, so that its own arithmetic costs next to nothing. Instead of it
+Loader, planner, layouts, schedules, exchange, FSDP's collectives and the bytes on the links are
+those of any run. The model is tiny, so that its own arithmetic costs next to nothing. Instead of it
 
-- the MLP and the projection of queries of every block sleep for the linear work of a rank's tokens, a third of it forward;
-- every kernel call sleeps for its share, by visible pairs of query and key, of the attention that the cost model gives to the
-  rank's documents at their lengths and degrees, 1 / 3.5 of it forward, and of the price of exchange rounds; its results are
-  zeros, so losses do not depend on plans;
+- the MLP and the projection of queries of every block sleep for the linear work of a rank's tokens,
+  a third of it forward;
+- every kernel call sleeps for its share, by visible pairs of query and key, of the attention that
+  the cost model gives to the rank's documents at their lengths and degrees, 1 / 3.5 of it forward,
+  and of the price of exchange rounds; its results are zeros, so losses do not depend on plans;
 - the first block sleeps for the fixed cost of a micro-batch, and the optimizer for that of a step;
-- every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many bytes as the links' rates ask.
+- every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many
+  bytes as the links' rates ask.
 
 One process makes each plan for all, as they share a few cores: ranks of a cluster have their own.
 
-All times are those of a hardware profile, multiplied by `dilation`. Fixed static (`static:DEGREE`) packs documents in the order
-in which they are drawn, as trainers do, and `bins` stands for the planner of `rival`, if one is given.
+All times are those of a hardware profile, multiplied by `dilation`. Fixed static (`static:DEGREE`)
+packs documents in the order in which they are drawn, as trainers do, and `bins` stands for the
+planner of `rival`, if one is given.
 """
 
 import ctypes
@@ -113,30 +117,47 @@ class ModelledKernel:
     def refusal(self, request: KernelRequest) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+    ) -> tuple[Tensor, Tensor]:
         self.device.sleep(self.device.s_per_pair * FORWARD * pairs(segments))
-        return q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float32), q.new_zeros(q.shape[:2], dtype=torch.float32)
+        return q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float32), q.new_zeros(
+            q.shape[:2], dtype=torch.float32
+        )
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        options: Options,
     ) -> Gradients:
         self.device.sleep(self.device.s_per_pair * (1 - FORWARD) * pairs(segments))
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
 class SharedLoop(ProcessGroupGloo):
-    """Gloo whose groups share the thread that waits for messages, and let it sleep until there are some.
+    """Gloo whose groups share the thread that waits for messages, and let it sleep until there are
+    some.
 
-    Gloo wakes such a thread 100 times a second. It gets a timer slack of a second: messages wake it at once, its timer late.
+    Gloo wakes such a thread 100 times a second. It gets a timer slack of a second: messages wake it
+    at once, its timer late.
     """
 
     device: Any = None
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if SharedLoop.device is None:
-            set_slack = partial(ctypes.CDLL(None).prctl, 29)  # PR_SET_TIMERSLACK of <linux/prctl.h>; threads inherit it
+            # PR_SET_TIMERSLACK of <linux/prctl.h>; threads inherit it.
+            set_slack = partial(ctypes.CDLL(None).prctl, 29)
             set_slack(ctypes.c_ulong(1_000_000_000))
-            SharedLoop.device = ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
+            SharedLoop.device = ProcessGroupGloo.create_device(
+                interface=os.environ["GLOO_SOCKET_IFNAME"]
+            )
             set_slack(ctypes.c_ulong(50_000))
         options = ProcessGroupGloo._Options()
         options._timeout, options._devices, options._threads = timeout, [SharedLoop.device], 2
@@ -150,7 +171,12 @@ def pairs(segments: Sequence[Segment]) -> int:
         queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
         hi = keys if segment.hi is None else segment.hi
         # Query i sees clamp(i + hi + 1, 0, keys) keys.
-        total += _triangle(queries + hi) - _triangle(hi) - _triangle(queries + hi - keys) + _triangle(hi - keys)
+        total += (
+            _triangle(queries + hi)
+            - _triangle(hi)
+            - _triangle(queries + hi - keys)
+            + _triangle(hi - keys)
+        )
     return total
 
 
@@ -160,7 +186,8 @@ def _triangle(n: int) -> int:
 
 def _watch_passes(device: Device) -> None:
     """Sets the time per pair at the begin of every pass, from the documents of the rank."""
-    known: Any = None  # the last schedule: by its id alone, a new one at the same address would be taken for it
+    # The last schedule: by its id alone, a new one at the same address would be taken for it.
+    known: Any = None
     begin = ring_pass.RingPass.__init__
 
     def begun(this: Any, call: Any, *arguments: Any) -> None:
@@ -169,11 +196,22 @@ def _watch_passes(device: Device) -> None:
         if call.schedule is not known:
             known = schedule = call.schedule
             shards = schedule.layout.shards
-            lengths, degrees = (np.array([getattr(shard, name) for shard in shards]) for name in ("length", "degree"))
-            seconds = attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS if len(shards) else 0.0
+            lengths, degrees = (
+                np.array([getattr(shard, name) for shard in shards])
+                for name in ("length", "degree")
+            )
+            seconds = (
+                attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS
+                if len(shards)
+                else 0.0
+            )
             rows = sum((shard.rounds - 1) * shard.tokens for shard in shards)
             seconds += PRICE * device.profile.linear_s_per_token * rows
-            device.s_per_pair = seconds / device.layers / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
+            device.s_per_pair = (
+                seconds
+                / device.layers
+                / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
+            )
 
     ring_pass.RingPass.__init__ = begun  # type: ignore[method-assign]
 
@@ -182,7 +220,9 @@ class _Work(torch.autograd.Function):
     """Identity that takes time in both passes, and gives `ballast` a gradient of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ballast: Tensor | None, device: Device, seconds: float) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, x: Tensor, ballast: Tensor | None, device: Device, seconds: float
+    ) -> Tensor:  # type: ignore[override]
         ctx.device, ctx.seconds, ctx.ballast = device, seconds, ballast
         device.sleep(LINEAR_FORWARD * seconds)
         return x.view_as(x)
@@ -201,8 +241,13 @@ def _slow_blocks(device: Device) -> None:
     def make(this: Any, shape: Any, layer: int) -> None:
         made(this, shape, layer)
         this.ballast = nn.Parameter(torch.empty(device.ballast))
-        for name, share in (("mlp", 1 - profile.query_share), ("self_attn.q_proj", profile.query_share)):
-            this.get_submodule(name).register_forward_hook(partial(linear, share, this if name == "mlp" else None))
+        for name, share in (
+            ("mlp", 1 - profile.query_share),
+            ("self_attn.q_proj", profile.query_share),
+        ):
+            this.get_submodule(name).register_forward_hook(
+                partial(linear, share, this if name == "mlp" else None)
+            )
 
     def linear(share: float, block: Any, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         seconds = share * profile.linear_s_per_token * len(output) / device.layers
@@ -224,8 +269,8 @@ def _slow_optimizer(device: Device) -> None:
 
 
 def _count_work(device: Device) -> None:
-    """Writes a row for every step, in seconds: processor time of all ranks; what of it they would need while asleep; and the
-    mean and most of what ranks slept.
+    """Writes a row for every step, in seconds: processor time of all ranks; what of it they would
+    need while asleep; and the mean and most of what ranks slept.
     """
     measure = measured._step
     idle: list[float] = []
@@ -235,10 +280,18 @@ def _count_work(device: Device) -> None:
             idle.append(_idle_share(trainer))
         began, busy, slept = time.perf_counter(), time.process_time(), device.slept_s
         step = measure(trainer)
-        used = [time.process_time() - busy, idle[0] * (time.perf_counter() - began), device.slept_s - slept]
+        used = [
+            time.process_time() - busy,
+            idle[0] * (time.perf_counter() - began),
+            device.slept_s - slept,
+        ]
         rows = trainer.mesh.gather(used)
         if dist.get_rank() == 0:
-            (host_s, idle_s, _), mean_s, most_s = rows.sum(axis=0), rows[:, 2].mean(), rows[:, 2].max()
+            (host_s, idle_s, _), mean_s, most_s = (
+                rows.sum(axis=0),
+                rows[:, 2].mean(),
+                rows[:, 2].max(),
+            )
             row = {"host_s": host_s, "idle_s": idle_s, "slept_s": mean_s, "slept_most_s": most_s}
             with Path(device.work).open("a", encoding="utf-8") as file:
                 print(json.dumps({name: float(value) for name, value in row.items()}), file=file)
@@ -247,8 +300,11 @@ def _count_work(device: Device) -> None:
     measured._step = counted
 
 
-def plan_once(plan: Callable[..., Plan], folder: Path, lengths: Sequence[int], **settings: Any) -> Plan:
-    """Returns the plan of a step, which the first process to ask makes for all: here all ranks share a few cores.
+def plan_once(
+    plan: Callable[..., Plan], folder: Path, lengths: Sequence[int], **settings: Any
+) -> Plan:
+    """Returns the plan of a step, which the first process to ask makes for all: here all ranks
+    share a few cores.
 
     Processes exchange plans by files in `folder`.
     """
@@ -282,7 +338,9 @@ def _static(step: Step, plain: Any) -> Candidate:
     if step.degree is None:
         found: Candidate = plain(step)
         return found
-    assignment = place_fixed_static(step.profile, step.lengths, step.places, step.tokens_per_rank, step.degree)
+    assignment = place_fixed_static(
+        step.profile, step.lengths, step.places, step.tokens_per_rank, step.degree
+    )
     return step.candidate(f"static:{step.degree}", assignment)
 
 

@@ -1,8 +1,9 @@
 """Nodes on one machine: network namespaces with links of limited rate. Linux, as root.
 
-Every node is a network namespace with one link to a bridge, limited by `tc tbf` in both directions; ranks of one node use its
-loopback. Names contain the process id, so that concurrent runs do not clash. Everything is removed at the end, unless the run
-is killed by SIGKILL (see `ip netns list` then).
+Every node is a network namespace with one link to a bridge, limited by `tc tbf` in both directions;
+ranks of one node use its loopback. Names contain the process id, so that concurrent runs do not
+clash. Everything is removed at the end, unless the run is killed by SIGKILL (see `ip netns list`
+then).
 """
 
 import os
@@ -27,10 +28,13 @@ class ClusterError(Exception):
 
 
 def command(*words: str) -> str:
-    """Runs a short command and returns its output. Raises ClusterError with its error output if it fails."""
+    """Runs a short command and returns its output. Raises ClusterError with its error output if it
+    fails."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     if done.returncode:
-        raise ClusterError(f"`{shlex.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+        raise ClusterError(
+            f"`{shlex.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}"
+        )
     return done.stdout
 
 
@@ -51,15 +55,41 @@ class Cluster:
     addresses: Sequence[str]
 
     def torchrun(self, words: Sequence[str], per_node: int, timeout_s: float) -> None:
-        """Runs `python -m WORDS` on all ranks, with their output. Raises ClusterError if it fails or exceeds the timeout."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "1"}
+        """Runs `python -m WORDS` on all ranks, with their output. Raises ClusterError if it fails
+        or exceeds the timeout."""
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "PYTHONUNBUFFERED": "1",
+        }
         started: list[subprocess.Popen[bytes]] = []
         try:
             for node, namespace in enumerate(self.namespaces):
                 launcher = [
-                    *("nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-m", "torch.distributed.run"),
-                    *("--nnodes", str(len(self.namespaces)), "--node-rank", str(node), "--nproc-per-node", str(per_node)),
-                    *("--rdzv-backend", "static", "--master-addr", self.addresses[0], "--master-port", str(PORT)),
+                    *(
+                        "nsenter",
+                        f"--net=/run/netns/{namespace}",
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                    ),
+                    *(
+                        "--nnodes",
+                        str(len(self.namespaces)),
+                        "--node-rank",
+                        str(node),
+                        "--nproc-per-node",
+                        str(per_node),
+                    ),
+                    *(
+                        "--rdzv-backend",
+                        "static",
+                        "--master-addr",
+                        self.addresses[0],
+                        "--master-port",
+                        str(PORT),
+                    ),
                     *("-m", *words),
                 ]
                 started.append(subprocess.Popen(launcher, env=environment, start_new_session=True))
@@ -85,8 +115,11 @@ class Cluster:
 
 
 @contextmanager
-def linked_namespaces(nodes: int, bytes_per_s: float, inside_bytes_per_s: float | None = None) -> Iterator[Cluster]:
-    """Creates namespaces on a bridge (in another namespace), with links limited to `bytes_per_s` in each direction.
+def linked_namespaces(
+    nodes: int, bytes_per_s: float, inside_bytes_per_s: float | None = None
+) -> Iterator[Cluster]:
+    """Creates namespaces on a bridge (in another namespace), with links limited to `bytes_per_s` in
+    each direction.
 
     `inside_bytes_per_s` limits all that the ranks of a node send to each other.
     """
@@ -100,14 +133,29 @@ def linked_namespaces(nodes: int, bytes_per_s: float, inside_bytes_per_s: float 
         command("ip", "-n", hub, "link", "set", "bridge", "up")
         for node, (name, address) in enumerate(zip(names, addresses, strict=True)):
             port = f"port{node}"
-            command("ip", "link", "add", port, "netns", hub, "type", "veth", "peer", "name", "eth0", "netns", name)
+            command(
+                "ip",
+                "link",
+                "add",
+                port,
+                "netns",
+                hub,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
             command("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
             command("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             command("ip", "-n", name, "link", "set", "eth0", "up")
             command("ip", "-n", name, "link", "set", "lo", "up")
             packet = PACKET if inside_bytes_per_s is None else LARGE_PACKET
             for place, device in ((name, "lo"), (name, "eth0"), (hub, port)):
-                if packet == LARGE_PACKET:  # a large one is as much work for the host as a small one
+                # A large one is as much work for the host as a small one.
+                if packet == LARGE_PACKET:
                     command("ip", "-n", place, "link", "set", device, "mtu", str(packet))
                 rate = inside_bytes_per_s if device == "lo" else bytes_per_s
                 if rate is not None:
@@ -121,10 +169,12 @@ def linked_namespaces(nodes: int, bytes_per_s: float, inside_bytes_per_s: float 
 
 def limit(namespace: str, device: str, bytes_per_s: float, packet: int) -> None:
     """Limits the sending rate of a device for packets of at most `packet` bytes."""
-    # Half a millisecond, or ten small packets. A full bucket is sent at once after every pause: a larger one would make the
-    # many short exchanges of a step up to a quarter faster than the rate. Packets larger than the bucket are dropped.
+    # Half a millisecond, or ten small packets. A full bucket is sent at once after every pause: a
+    # larger one would make the many short exchanges of a step up to a quarter faster than the rate.
+    # Packets larger than the bucket are dropped.
     burst = max(16_384, packet + 1000, int(bytes_per_s * 0.0005))
-    # A queue that never overflows: networks of GPU clusters are lossless under congestion, and TCP would back off.
+    # A queue that never overflows: networks of GPU clusters are lossless under congestion, and TCP
+    # would back off.
     limits = ("rate", f"{int(bytes_per_s * 8)}bit", "burst", str(burst), "limit", str(256 << 20))
     command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
 

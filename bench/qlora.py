@@ -1,11 +1,13 @@
-"""QLoRA beside LoRA: held-out loss after the same steps, and peak memory beside its estimate, of SmolLM2-135M on two processes.
+"""QLoRA beside LoRA: held-out loss after the same steps, and peak memory beside its estimate, of
+SmolLM2-135M on two processes.
 
     python -m bench.qlora          # needs the packages of `make finetune`
 
-The model, the conversations and the settings are those of `make finetune`, with --steps steps of --tokens tokens. Loss: the
-mean over the held-out conversations, on the base that was trained on. Memory: live tensors of the fullest rank in the second of
-two steps, by torch's profiler, beside `longctx estimate` for the same step; all tokens have a loss there, as the estimate
-assumes. One seed, one model, whose weights come from a package with 4 bits already. Writes results/qlora.csv.
+The model, the conversations and the settings are those of `make finetune`, with --steps steps of
+--tokens tokens. Loss: the mean over the held-out conversations, on the base that was trained on.
+Memory: live tensors of the fullest rank in the second of two steps, by torch's profiler, beside
+`longctx estimate` for the same step; all tokens have a loss there, as the estimate assumes. One
+seed, one model, whose weights come from a package with 4 bits already. Writes results/qlora.csv.
 """
 
 import json
@@ -39,7 +41,11 @@ BASES = (None, "nf4", "int8")
 COLUMNS = ["base", "steps", "loss_before", "loss", "estimated_bytes", "measured_bytes", "cpu_s"]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SETTINGS = EXAMPLES / "finetune_smollm2.yaml"
-STORES = (("train", "train", "assistant"), ("held-out", "held_out", "assistant"), ("all", "train", "all"))
+STORES = (
+    ("train", "train", "assistant"),
+    ("held-out", "held_out", "assistant"),
+    ("all", "train", "all"),
+)
 """Store, its conversations, and their parts with loss."""
 TOKENS = 8192
 """Longest conversation."""
@@ -54,7 +60,8 @@ def main() -> None:
     table = Table(
         arguments.out.with_suffix(".csv"),
         COLUMNS,
-        facts("torch", "torchao", "transformers", "peft", "longctx") | {"command": command(arguments.out)},
+        facts("torch", "torchao", "transformers", "peft", "longctx")
+        | {"command": command(arguments.out)},
         overwrite=True,
     )
     with tempfile.TemporaryDirectory() as made:
@@ -62,8 +69,24 @@ def main() -> None:
         subprocess.run([sys.executable, EXAMPLES / "smollm2.py", folder / "model"], check=True)
         subprocess.run([sys.executable, EXAMPLES / "code_conversations.py", folder], check=True)
         for name, source, part in STORES:
-            given = ["--source", folder / f"{source}.jsonl", "--tokenizer", folder / "model", "--out", folder / name]
-            longctx("prepare", *given, "--max-length", TOKENS, "--long-documents", "drop", "--train-on", part)
+            given = [
+                "--source",
+                folder / f"{source}.jsonl",
+                "--tokenizer",
+                folder / "model",
+                "--out",
+                folder / name,
+            ]
+            longctx(
+                "prepare",
+                *given,
+                "--max-length",
+                TOKENS,
+                "--long-documents",
+                "drop",
+                "--train-on",
+                part,
+            )
         documents = ("--store", folder / "held-out", "--documents", arguments.documents)
         before = loss_of(folder / "model", *documents, "--train.dtype=bfloat16")
         for base in BASES:
@@ -73,9 +96,19 @@ def main() -> None:
                 "train.steps": arguments.steps,
                 "checkpoint.every": arguments.steps,
             }
-            longctx("train", SETTINGS, *(f"--{name}={value}" for name, value in values.items()), *PROCESSES)
+            longctx(
+                "train",
+                SETTINGS,
+                *(f"--{name}={value}" for name, value in values.items()),
+                *PROCESSES,
+            )
             seconds = sum(os.times()[2:4]) - sum(began[2:4])
-            row = {"base": base or "none", "steps": arguments.steps, "loss_before": before, "loss": loss_of(run, *documents)}
+            row = {
+                "base": base or "none",
+                "steps": arguments.steps,
+                "loss_before": before,
+                "loss": loss_of(run, *documents),
+            }
             table.append(row | memory(folder, base) | {"cpu_s": seconds})
             print(table.rows[-1], flush=True)
 
@@ -94,7 +127,12 @@ def settings(folder: Path, store: str, run: Path, base: str | None) -> dict[str,
 
 def longctx(*words: object) -> str:
     """Runs a command and returns what it prints. Raises CalledProcessError if it fails."""
-    done = subprocess.run([sys.executable, "-m", "longctx", *map(str, words)], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "longctx", *map(str, words)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return done.stdout
 
 
@@ -104,8 +142,12 @@ def loss_of(target: Path, *options: object) -> float:
 
 
 def memory(folder: Path, base: str | None) -> dict[str, int]:
-    """Returns the estimated and the measured peak memory of the fullest rank, in bytes, in the second step."""
-    given = [f"{name}={value}" for name, value in settings(folder, "all", folder / "measured", base).items()]
+    """Returns the estimated and the measured peak memory of the fullest rank, in bytes, in the
+    second step."""
+    given = [
+        f"{name}={value}"
+        for name, value in settings(folder, "all", folder / "measured", base).items()
+    ]
     config = load(SETTINGS, given, world_size=RANKS)
     store = Store.open(folder / "all")
     second = plan_steps(config, store, RANKS, 2)[1].plan

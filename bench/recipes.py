@@ -1,10 +1,12 @@
-"""Writes docs/recipes.md: memory, step time and GPU-hours of examples/recipes, predicted by `estimate` and the planner.
+"""Writes docs/recipes.md: memory, step time and GPU-hours of examples/recipes, predicted by
+`estimate` and the planner.
 
     python -m bench.recipes             # seconds
     python -m bench.recipes --splits    # also searches the best splits that results/recipes.csv lacks: minutes
 
-Models are stand-ins with the published sizes and without weights. A step has one document of the longest length and others
-drawn from the mix wlb_128k, cut at that length. Memory is that of a GPU's data sheet. Nothing here was run on GPUs.
+Models are stand-ins with the published sizes and without weights. A step has one document of the
+longest length and others drawn from the mix wlb_128k, cut at that length. Memory is that of a GPU's
+data sheet. Nothing here was run on GPUs.
 """
 
 import argparse
@@ -40,7 +42,17 @@ SPLIT_MODELS, SPLIT_GPUS, LONGEST = (
     (8, 64, 256),
     (2**15, 2**17, 2**19, 2**20),
 )
-COLUMNS = ["model", "longest", "gpus", "tensor", "pipeline", "expert", "tokens_per_rank", "recompute", "tokens_per_s_per_gpu"]
+COLUMNS = [
+    "model",
+    "longest",
+    "gpus",
+    "tensor",
+    "pipeline",
+    "expert",
+    "tokens_per_rank",
+    "recompute",
+    "tokens_per_s_per_gpu",
+]
 TOKENS = 2**22
 """Tokens of a step in the search of splits."""
 LLAMA = {
@@ -64,12 +76,15 @@ LLAMA_70B = {
 SPLITS_HEAD = (
     "## Model, GPUs, longest document",
     "",
-    "Tokens per second and GPU of the best split, and its settings: tp, pp and ep are the sizes of tensor, pipeline and expert",
-    "parallelism, then tokens per rank and recomputation. The search does not offload, as the recipe for 1M tokens does.",
+    "Tokens per second and GPU of the best split, and its settings: tp, pp and ep are the sizes of "
+    "tensor, pipeline and expert",
+    "parallelism, then tokens per rank and recomputation. The search does not offload, as the "
+    "recipe for 1M tokens does.",
     "For your documents, this prints the ten best splits and the settings of the first:",
     "",
     "```bash",
-    "python bench/split.py --gpus 64 --model llama-3.1-70b --lengths lengths.txt --max-length 131072",
+    "python bench/split.py --gpus 64 --model llama-3.1-70b --lengths lengths.txt --max-length "
+    "131072",
     "```",
     "",
 )
@@ -106,7 +121,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Qwen/Qwen3-Next-80B-A3B-Instruct": {"model_type": "qwen3_next", "tie_word_embeddings": False},
 }
-"""Sizes in the configs of the checkpoints; those of the last one are the defaults of transformers."""
+"""Sizes in the configs of the checkpoints; those of the last one are the defaults of
+transformers."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +145,9 @@ RECIPES = (
     Recipe("An 8B from new weights at 128k on 64 H100s", "pretrain-8b-128k", 64),
     Recipe("Llama 3.1 70B at 128k on 64 H100s", "llama-70b-128k", 64),
     Recipe("Qwen3 30B-A3B at 64k on 16 H100s", "qwen3-30b-a3b-64k", 16),
-    Recipe("A hybrid of linear and full attention, 80B-A3B, at 128k on 64 H100s", "hybrid-80b-128k", 64),
+    Recipe(
+        "A hybrid of linear and full attention, 80B-A3B, at 128k on 64 H100s", "hybrid-80b-128k", 64
+    ),
 )
 
 
@@ -156,7 +174,8 @@ def _config_folder(name: str) -> tempfile.TemporaryDirectory[str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a recipe: settings that fit, memory of the fullest GPU, a step, and what it is planned for."""
+    """What is predicted of a recipe: settings that fit, memory of the fullest GPU, a step, and what
+    it is planned for."""
 
     recipe: Recipe
     config: Config
@@ -172,7 +191,8 @@ class Prediction:
 
 
 def predict(recipe: Recipe) -> Prediction:
-    """Predicts a recipe with the settings that `train.fit_memory` chooses on its GPUs. Raises UserError if they are wrong."""
+    """Predicts a recipe with the settings that `train.fit_memory` chooses on its GPUs. Raises
+    UserError if they are wrong."""
     path = FOLDER / f"{recipe.file}.yaml"
     named = yaml.safe_load(path.read_text("utf-8"))["model"].get("from_pretrained")
     model = [] if named is None else [f"model.from_pretrained={stand_in(named)}"]
@@ -199,7 +219,8 @@ def predict(recipe: Recipe) -> Prediction:
 
 
 def lengths(longest: int, tokens: int) -> list[int]:
-    """Returns the tokens of the documents of a step: the longest, and others until there are at least `tokens`."""
+    """Returns the tokens of the documents of a step: the longest, and others until there are at
+    least `tokens`."""
     drawn = (min(length, longest) for length in load_mix("wlb_128k").draw(100_000, seed=0))
     taken, total = [longest], longest
     while total < tokens:
@@ -227,23 +248,44 @@ def page(predictions: Sequence[Prediction]) -> str:
         ]
         for each in predictions
     ]
-    head = ("task", "memory per GPU", "time of a step", "tokens of a step", "GPU-hours per billion tokens")
+    head = (
+        "task",
+        "memory per GPU",
+        "time of a step",
+        "tokens of a step",
+        "GPU-hours per billion tokens",
+    )
     sections = itertools.chain(*map(section, predictions))
-    return "\n".join([*markdown(head, rows, numbers_from=1), "", *sections, *SPLITS_HEAD, *splits(), ""])
+    return "\n".join(
+        [*markdown(head, rows, numbers_from=1), "", *sections, *SPLITS_HEAD, *splits(), ""]
+    )
 
 
 def anchor(title: str) -> str:
-    return "".join(letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
+    return "".join(
+        letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter == "-"
+    )
 
 
 def section(each: Prediction) -> Iterator[str]:
     """Yields the lines of a recipe: commands, settings, and memory part by part."""
     file = f"{each.recipe.file}.yaml"
     yield from (f"## {each.recipe.title}", "")
-    yield from ("```bash", *(f"# {line}" if line.startswith("On") else line for line in commands(each.recipe)), "```", "")
-    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in each.memory.parts.items() if size)
+    yield from (
+        "```bash",
+        *(f"# {line}" if line.startswith("On") else line for line in commands(each.recipe)),
+        "```",
+        "",
+    )
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {format_bytes(size)}"
+        for name, size in each.memory.parts.items()
+        if size
+    )
     chosen = each.changes.removeprefix("train.fit_memory: ")
-    yield f"- Settings: [{file}](../examples/recipes/{file})" + (f"; `train.fit_memory` adds `{chosen}`" if chosen else "")
+    yield f"- Settings: [{file}](../examples/recipes/{file})" + (
+        f"; `train.fit_memory` adds `{chosen}`" if chosen else ""
+    )
     yield f"- Memory of the fullest GPU, {each.memory.moment}: {parts}"
     yield ""
 
@@ -255,7 +297,8 @@ def replaced(text: str, name: str, generated: str) -> str:
 
 
 def search_splits() -> None:
-    """Searches the best split of every model, number of GPUs and longest document that SPLITS lacks."""
+    """Searches the best split of every model, number of GPUs and longest document that SPLITS
+    lacks."""
     table = Table(SPLITS, COLUMNS, facts("longctx") | {"profile": "h100-nvlink-ib"})
     for model, longest, gpus in itertools.product(SPLIT_MODELS, LONGEST, SPLIT_GPUS):
         wanted = {"model": model, "longest": longest, "gpus": gpus}
@@ -268,26 +311,50 @@ def best_split(model: str, longest: int, gpus: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(map(str, lengths(longest, TOKENS))))
         file.flush()
-        given = ["--lengths", file.name, "--global-tokens", str(TOKENS), "--steps", "1", "--max-length", str(longest)]
+        given = [
+            "--lengths",
+            file.name,
+            "--global-tokens",
+            str(TOKENS),
+            "--steps",
+            "1",
+            "--max-length",
+            str(longest),
+        ]
         script = [sys.executable, str(ROOT / "bench" / "split.py")]
         done = subprocess.run(
-            [*script, "--gpus", str(gpus), "--model", model, *given, "--json"], stdout=subprocess.PIPE, check=False
+            [*script, "--gpus", str(gpus), "--model", model, *given, "--json"],
+            stdout=subprocess.PIPE,
+            check=False,
         )
     best = json.loads(done.stdout)["best"] if done.stdout else []
     if not best:
         return {}
     settings = best[0]["settings"]
-    sizes = {name: settings[f"parallel.{name}_parallel_size"] for name in ("tensor", "pipeline", "expert")}
-    speed = {"recompute": settings["train.recompute"], "tokens_per_s_per_gpu": best[0]["tokens_per_s_per_gpu"]}
+    sizes = {
+        name: settings[f"parallel.{name}_parallel_size"]
+        for name in ("tensor", "pipeline", "expert")
+    }
+    speed = {
+        "recompute": settings["train.recompute"],
+        "tokens_per_s_per_gpu": best[0]["tokens_per_s_per_gpu"],
+    }
     return {**sizes, "tokens_per_rank": settings["batch.tokens_per_rank"], **speed}
 
 
 def splits() -> list[str]:
     """Returns the table of the best splits, from SPLITS."""
     with SPLITS.open(newline="", encoding="utf-8") as file:
-        rows = {(row["model"], int(row["longest"]), int(row["gpus"])): row for row in csv.DictReader(file)}
+        rows = {
+            (row["model"], int(row["longest"]), int(row["gpus"])): row
+            for row in csv.DictReader(file)
+        }
     lines = [
-        [model, f"{longest // 1024}k", *(cell(rows.get((model, longest, gpus))) for gpus in SPLIT_GPUS)]
+        [
+            model,
+            f"{longest // 1024}k",
+            *(cell(rows.get((model, longest, gpus))) for gpus in SPLIT_GPUS),
+        ]
         for model, longest in itertools.product(SPLIT_MODELS, LONGEST)
     ]
     return markdown(("model", "longest document", *(f"{gpus} H100s" for gpus in SPLIT_GPUS)), lines)
@@ -299,15 +366,23 @@ def cell(row: dict[str, str] | None) -> str:
     if not row["tensor"]:
         return "does not fit"
     sizes = [
-        f"{short} {row[name]}" for short, name in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")) if row[name] != "1"
+        f"{short} {row[name]}"
+        for short, name in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"))
+        if row[name] != "1"
     ]
-    split = ", ".join([*sizes, f"{int(row['tokens_per_rank']) // 1024}k per rank", row["recompute"]])
+    split = ", ".join(
+        [*sizes, f"{int(row['tokens_per_rank']) // 1024}k per rank", row["recompute"]]
+    )
     return f"{float(row['tokens_per_s_per_gpu']):,.0f} ({split})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--splits", action="store_true", help="search the splits that results/recipes.csv lacks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--splits", action="store_true", help="search the splits that results/recipes.csv lacks"
+    )
     if parser.parse_args().splits:
         search_splits()
     generated = page([predict(recipe) for recipe in RECIPES])

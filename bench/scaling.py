@@ -1,13 +1,16 @@
-"""Predicts training on 8 to 3,072 GPUs: the best split of the GPUs for models of 8B to 1T, with dynamic degrees and without.
+"""Predicts training on 8 to 3,072 GPUs: the best split of the GPUs for models of 8B to 1T, with
+dynamic degrees and without.
 
     python bench/scaling.py      # docs/evidence/scaling.md and bench/results/scaling.csv; run again, it makes what is missing
 
-Nothing here runs on a GPU: all times are those of the cost model with the profile of an H100, and memory that of the memory
-model. For every model and number of GPUs the search of `bench/split.py` finds the best split with mode auto for the step of
-seed 0, which is then planned for five steps. Fixed static trains the same five steps on the split that is best for them, at
-the smallest power of two that holds the longest document of the mix, packed in the order drawn.
+Nothing here runs on a GPU: all times are those of the cost model with the profile of an H100, and
+memory that of the memory model. For every model and number of GPUs the search of `bench/split.py`
+finds the best split with mode auto for the step of seed 0, which is then planned for five steps.
+Fixed static trains the same five steps on the split that is best for them, at the smallest power of
+two that holds the longest document of the mix, packed in the order drawn.
 
-Steps have 4 documents per GPU with lengths of a published mix, at most 2,048, as a step cannot grow with the GPUs forever.
+Steps have 4 documents per GPU with lengths of a published mix, at most 2,048, as a step cannot grow
+with the GPUs forever.
 """
 
 import contextlib
@@ -47,11 +50,22 @@ DOCUMENTS_A_GPU, MOST_DOCUMENTS = 4, 2048
 SEEDS = 5
 
 
-PRESET = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "462B": "llama-style-462b", "1T": "llama-style-1t"}
+PRESET = {
+    "8B": "llama-3.1-8b",
+    "70B": "llama-3.1-70b",
+    "462B": "llama-style-462b",
+    "1T": "llama-style-1t",
+}
 MODELS = {name: PRESETS[preset] for name, preset in PRESET.items()}
 """All are in the style of Llama 3.1, with 8 heads of K and V: 462B is its 405B with more layers."""
-GPUS = {"8B": (8, 64, 256, 1024), "70B": (8, 64, 256, 1024, 3072), "462B": (64, 256, 1024), "1T": (64, 256, 1024, 3072)}
-"""Numbers of GPUs of every model. Searches for 8B and 462B on 3,072 take a quarter of an hour and longer."""
+GPUS = {
+    "8B": (8, 64, 256, 1024),
+    "70B": (8, 64, 256, 1024, 3072),
+    "462B": (64, 256, 1024),
+    "1T": (64, 256, 1024, 3072),
+}
+"""Numbers of GPUs of every model. Searches for 8B and 462B on 3,072 take a quarter of an hour and
+longer."""
 
 
 TEXT = """# Dynamic degrees gain 1.0 to 2.0 times on 8 to 3,072 GPUs, each side on its best split
@@ -86,7 +100,8 @@ All models are in the style of Llama 3.1: 462B is its 405B with 144 layers, and 
 
 @dataclass(frozen=True)
 class Row:
-    """Predictions for a model on a number of GPUs, means over steps; those of fixed static begin with `static`."""
+    """Predictions for a model on a number of GPUs, means over steps; those of fixed static begin
+    with `static`."""
 
     model: str
     gpus: int
@@ -129,19 +144,25 @@ def main() -> None:
             table.append(asdict(predict(machine, row["model"], row["gpus"])))
         except UserError as error:
             table.append({**row, "refused": str(error)})
-        print(", ".join(f"{name} {value}" for name, value in table.rows[-1].items() if value), file=sys.stderr)
+        print(
+            ", ".join(f"{name} {value}" for name, value in table.rows[-1].items() if value),
+            file=sys.stderr,
+        )
     page_at.write_text(page(table.rows, about), "utf-8")
 
 
 def predict(machine: Machine, name: str, gpus: int, seeds: int = SEEDS) -> Row:
-    """Returns the predictions. Raises UserError if no split of the GPUs holds the model and its documents."""
+    """Returns the predictions. Raises UserError if no split of the GPUs holds the model and its
+    documents."""
     spec = MODELS[name].model_copy(update={"vocab_size": LLAMA_3_VOCABULARY}).spec
     documents, mix = min(MOST_DOCUMENTS, DOCUMENTS_A_GPU * gpus), load_mix(MIX)
     steps = [np.array(mix.draw(documents, seed), dtype=np.int64) for seed in range(seeds)]
     began = time.perf_counter()
     outcome = search(machine, spec, [steps[0].tolist()], gpus, longest=mix.longest)
     search_s = time.perf_counter() - began
-    split, step_s, memory = _auto(machine, spec, [best.split for best in outcome.best], steps, mix.longest)
+    split, step_s, memory = _auto(
+        machine, spec, [best.split for best in outcome.best], steps, mix.longest
+    )
     static_s, static, degree = _static(machine, spec, gpus, steps, mix.longest)
     flops = fmean(model_flops(spec, lengths.tolist()) for lengths in steps)
     tokens = fmean(int(lengths.sum()) for lengths in steps)
@@ -170,22 +191,32 @@ def predict(machine: Machine, name: str, gpus: int, seeds: int = SEEDS) -> Row:
 
 
 def _auto(
-    machine: Machine, spec: ModelSpec, splits: Sequence[Split], steps: Sequence[Integers], longest: int
+    machine: Machine,
+    spec: ModelSpec,
+    splits: Sequence[Split],
+    steps: Sequence[Integers],
+    longest: int,
 ) -> tuple[Split, float, int]:
-    """Returns the first of the splits whose memory holds all steps, its mean seconds per step, and bytes of memory."""
+    """Returns the first of the splits whose memory holds all steps, its mean seconds per step, and
+    bytes of memory."""
     for split in splits:
         request: dict[str, Any] = {"ranks": split.domain, "tokens_per_rank": split.tokens_per_rank}
         request |= {"pipeline": split.pipeline, "max_remote_tokens": split.max_remote_tokens}
         request["profile"] = profile_of(machine, spec, split)
         plans = [make_plan(lengths.tolist(), **request) for lengths in steps]
-        memory = memory_of(machine, spec, split, longest, max(len(plan.micro_batches) for plan in plans)).total
+        memory = memory_of(
+            machine, spec, split, longest, max(len(plan.micro_batches) for plan in plans)
+        ).total
         if memory <= machine.memory_bytes:
             return split, fmean(plan.makespan_s for plan in plans), memory
     raise UserError("no split that is fast for the first step has memory for the others")
 
 
-def _static(machine: Machine, spec: ModelSpec, gpus: int, steps: Sequence[Integers], longest: int) -> tuple[float, Split, int]:
-    """Returns mean seconds per step, split and degree of fixed static on the best split of all that hold the documents.
+def _static(
+    machine: Machine, spec: ModelSpec, gpus: int, steps: Sequence[Integers], longest: int
+) -> tuple[float, Split, int]:
+    """Returns mean seconds per step, split and degree of fixed static on the best split of all that
+    hold the documents.
 
     Splits are visited in ascending order of a bound on the time of any plan.
     """
@@ -194,9 +225,16 @@ def _static(machine: Machine, spec: ModelSpec, gpus: int, steps: Sequence[Intege
         with contextlib.suppress(PlanError):  # too few ranks for the longest document
             degree = fixed_degree(longest, split.domain, split.tokens_per_rank)
             profile = profile_of(machine, spec, split)
-            bounds = [step_bound_ns(profile, step, split.domain, split.tokens_per_rank, split.pipeline) for step in steps]
+            bounds = [
+                step_bound_ns(profile, step, split.domain, split.tokens_per_rank, split.pipeline)
+                for step in steps
+            ]
             queue.append((sum(bounds), number, split, degree, profile, bounds))
-    best: tuple[float, Split, int] = math.inf, Split(1, NO_PIPELINE, 1, "none", "step", "step", 1), 0
+    best: tuple[float, Split, int] = (
+        math.inf,
+        Split(1, NO_PIPELINE, 1, "none", "step", "step", 1),
+        0,
+    )
     for bound, _, split, degree, profile, bounds in sorted(queue, key=lambda each: each[:2]):
         if bound >= best[0]:
             break
@@ -218,17 +256,25 @@ def _static_ns(
     longest: int,
     limit_ns: float,
 ) -> float:
-    """Returns the time of all steps under fixed static; infinity if memory is too small or the time reaches the limit."""
+    """Returns the time of all steps under fixed static; infinity if memory is too small or the time
+    reaches the limit."""
     times = list(bounds)
     for number, lengths in enumerate(steps):
-        assignment = place_fixed_static(profile, lengths, split.domain, split.tokens_per_rank, degree)
+        assignment = place_fixed_static(
+            profile, lengths, split.domain, split.tokens_per_rank, degree
+        )
         plain = score(profile, lengths, assignment, split.domain, split.pipeline)
         times[number] = plain.makespan_ns  # and with rounds no less
         if sum(times) >= limit_ns:
             return math.inf
-        if memory_of(machine, spec, split, longest, assignment.micro_batches).total > machine.memory_bytes:
+        if (
+            memory_of(machine, spec, split, longest, assignment.micro_batches).total
+            > machine.memory_bytes
+        ):
             return math.inf
-        times[number] = choose_rounds(profile, lengths, assignment, plain, split.max_remote_tokens)[1].makespan_ns
+        times[number] = choose_rounds(profile, lengths, assignment, plain, split.max_remote_tokens)[
+            1
+        ].makespan_ns
     return sum(times)
 
 
@@ -236,9 +282,22 @@ def page(found: list[dict[str, str]], about: dict[str, str]) -> str:
     """Returns the page of the table's rows."""
     types = get_type_hints(Row)
     found = sorted(found, key=lambda row: (list(MODELS).index(row["model"]), int(row["gpus"])))
-    rows = [Row(**{name: types[name](row[name]) for name in types}) for row in found if not row["refused"]]
+    rows = [
+        Row(**{name: types[name](row[name]) for name in types})
+        for row in found
+        if not row["refused"]
+    ]
     head = (
-        *("model", "GPUs", "tokens per step", "tp × pp × domain", "schedule", "recompute", "tokens per rank", "step"),
+        *(
+            "model",
+            "GPUs",
+            "tokens per step",
+            "tp × pp × domain",
+            "schedule",
+            "recompute",
+            "tokens per rank",
+            "step",
+        ),
         *(
             "tokens/s per GPU",
             "MFU",

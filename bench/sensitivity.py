@@ -1,9 +1,11 @@
-"""What the headline would be if constants of the H100's profile were wrong, as others' measurements suggest.
+"""What the headline would be if constants of the H100's profile were wrong, as others' measurements
+suggest.
 
     python bench/sensitivity.py     # minutes; writes results/sensitivity.csv, then python bench/figures.py
 
-The step is that of README's example: wlb_128k, 64 ranks, 4 documents per rank, five seeds. Each row changes constants of the
-shipped profile; fixed static, the best single degree and auto are planned anew with them.
+The step is that of README's example: wlb_128k, 64 ranks, 4 documents per rank, five seeds. Each row
+changes constants of the shipped profile; fixed static, the best single degree and auto are planned
+anew with them.
 """
 
 import sys
@@ -35,7 +37,10 @@ CHANGES: dict[str, tuple[str, Change]] = {
         "torchtitan, Megatron's large models: 0.88 to 1.08 of ours",
         lambda p: replace(p, linear_s_per_token=1.14 * p.linear_s_per_token),
     ),
-    "nothing hides messages": ("no measurement known", lambda p: replace(p, overlap=0.0, query_share=0.0)),
+    "nothing hides messages": (
+        "no measurement known",
+        lambda p: replace(p, overlap=0.0, query_share=0.0),
+    ),
     "the network has half its rate": (
         "no measurement known",
         lambda p: replace(p, inter_node_bytes_per_s=p.inter_node_bytes_per_s / 2),
@@ -55,7 +60,11 @@ def main() -> None:
     longest = load_mix(MIX).longest
     for name, (why, change) in CHANGES.items():
         profile = change(HardwareProfile.load(PROFILE))
-        request: dict[str, Any] = {"ranks": RANKS, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
+        request: dict[str, Any] = {
+            "ranks": RANKS,
+            "tokens_per_rank": TOKENS_PER_RANK,
+            "profile": profile,
+        }
         degree = fixed_degree(longest, RANKS, TOKENS_PER_RANK)
         fixed = [plan_fixed_static(step, **request, degree=degree).makespan_s for step in steps]
         auto = [make_plan(step, **request).makespan_s for step in steps]

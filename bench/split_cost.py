@@ -1,14 +1,17 @@
-"""Cost of a split: the hardware profile of a rank if the GPUs are split into tensor, pipeline and domain ranks.
+"""Cost of a split: the hardware profile of a rank if the GPUs are split into tensor, pipeline and
+domain ranks.
 
-A known profile describes one model, unsplit, on one kind of GPU. `longctx.planning.cost.scaling` scales it to other models and
-splits. This module adds the collectives of weights and gradients over the domain:
+A known profile describes one model, unsplit, on one kind of GPU. `longctx.planning.cost.scaling`
+scales it to other models and splits. This module adds the collectives of weights and gradients over
+the domain:
 
-- If blocks gather weights, twice per micro-batch; if micro-batches reduce gradients (float32), once per micro-batch. The part
-  not hidden by the linear work of a full micro-batch, at the profile's overlap, is added to the launch time of every
-  micro-batch; work on queries does not count, as it hides K and V. Collectives once per step are added to the step, and not
-  hidden. The optimizer's own time is not counted.
-- A collective over several nodes uses the network cards of all its ranks in a node (NCCL rings): its bandwidth is their sum, at
-  most that of the links inside the node.
+- If blocks gather weights, twice per micro-batch; if micro-batches reduce gradients (float32), once
+  per micro-batch. The part not hidden by the linear work of a full micro-batch, at the profile's
+  overlap, is added to the launch time of every micro-batch; work on queries does not count, as it
+  hides K and V. Collectives once per step are added to the step, and not hidden. The optimizer's
+  own time is not counted.
+- A collective over several nodes uses the network cards of all its ranks in a node (NCCL rings):
+  its bandwidth is their sum, at most that of the links inside the node.
 """
 
 from dataclasses import dataclass, replace
@@ -46,18 +49,26 @@ class Machine:
     memory_bytes: int
 
     @classmethod
-    def load(cls, name: str, peak_tflops: float | None = None, memory_gb: float | None = None) -> "Machine":
-        """Loads the machine of a profile; `peak_tflops` and `memory_gb` replace, or add, those of its GPU.
+    def load(
+        cls, name: str, peak_tflops: float | None = None, memory_gb: float | None = None
+    ) -> "Machine":
+        """Loads the machine of a profile; `peak_tflops` and `memory_gb` replace, or add, those of
+        its GPU.
 
         Raises UserError if peak FLOP/s or memory are not known, or the profile is not for bfloat16.
         """
         profile, described = read_described(name)
-        known = (peak_flops(described.gpu or "", DTYPE), described.memory_gb) if described is not None else (None, None)
+        known = (
+            (peak_flops(described.gpu or "", DTYPE), described.memory_gb)
+            if described is not None
+            else (None, None)
+        )
         peak = known[0] or 0.0 if peak_tflops is None else 1e12 * peak_tflops
         memory = 1e9 * (known[1] or 0.0 if memory_gb is None else memory_gb)
         if peak <= 0 or memory <= 0:
             raise UserError(
-                f"profile {name}: peak TFLOP/s and memory of a GPU must be known and above 0, as for the shipped profiles of "
+                f"profile {name}: peak TFLOP/s and memory of a GPU must be known and above 0, as "
+                "for the shipped profiles of "
                 "GPUs: give --peak-tflops and --memory-gb"
             )
         if described is None:
@@ -65,7 +76,8 @@ class Machine:
         else:
             if described.dtype != DTYPE:
                 raise UserError(
-                    f"profile {name} is for {described.dtype}, but splits are for runs in {DTYPE}: measure a profile with "
+                    f"profile {name} is for {described.dtype}, but splits are for runs in {DTYPE}: "
+                    "measure a profile with "
                     f"--train.dtype {DTYPE}"
                 )
             model = described.model
@@ -100,7 +112,8 @@ class Split:
 
     @property
     def max_remote_tokens(self) -> int:
-        """Remote tokens of an exchange round: small beside the weights, but large enough that rounds cost little."""
+        """Remote tokens of an exchange round: small beside the weights, but large enough that
+        rounds cost little."""
         return 4 * self.tokens_per_rank
 
     @property
@@ -124,9 +137,9 @@ class Split:
 def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfile:
     """Returns the profile of the slowest pipeline rank of a split. Tensor ranks must fit in a node.
 
-    launch_s = launch time of the rank's layers + max(0, 2 · gather + reduce - hidden) if blocks gather and micro-batches
-    reduce, where hidden = overlap · (1 - query_share) · linear_s_per_token · tokens_per_rank. Collectives once per step are in
-    step_s instead.
+    launch_s = launch time of the rank's layers + max(0, 2 · gather + reduce - hidden) if blocks
+    gather and micro-batches reduce, where hidden = overlap · (1 - query_share) · linear_s_per_token
+    · tokens_per_rank. Collectives once per step are in step_s instead.
     """
     work = work_of(
         spec,
@@ -150,8 +163,15 @@ def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfi
         in_micro_batch += reduce
     else:
         in_step += reduce
-    hidden = scaled.overlap * (1 - scaled.query_share) * scaled.linear_s_per_token * split.tokens_per_rank
-    return replace(scaled, launch_s=scaled.launch_s + max(0.0, in_micro_batch - hidden), step_s=in_step)
+    hidden = (
+        scaled.overlap
+        * (1 - scaled.query_share)
+        * scaled.linear_s_per_token
+        * split.tokens_per_rank
+    )
+    return replace(
+        scaled, launch_s=scaled.launch_s + max(0.0, in_micro_batch - hidden), step_s=in_step
+    )
 
 
 def _collectives_s(known: HardwareProfile, split: Split, work: RankWork, number: int) -> float:
@@ -162,7 +182,8 @@ def _collectives_s(known: HardwareProfile, split: Split, work: RankWork, number:
 
 
 def _collective_s(known: HardwareProfile, split: Split, size: float, stride: int = 1) -> float:
-    """Returns the seconds to gather or reduce `size` bytes over every `stride`-th rank of the domain."""
+    """Returns the seconds to gather or reduce `size` bytes over every `stride`-th rank of the
+    domain."""
     ranks = split.domain // stride
     in_node = min(ranks, max(1, known.ranks_per_node // split.tensor // stride))
     speed = known.intra_node_bytes_per_s

@@ -1,11 +1,14 @@
-"""Search for the best split of GPUs into tensor, pipeline and domain ranks, by the cost model and the memory model.
+"""Search for the best split of GPUs into tensor, pipeline and domain ranks, by the cost model and
+the memory model.
 
-The search space: pipelines with 1, 2 or 4 stages per rank, three kinds of recomputation, weights gathered once per step or per
-block and sharded over the whole domain, and tokens per rank in powers of two.
+The search space: pipelines with 1, 2 or 4 stages per rank, three kinds of recomputation, weights
+gathered once per step or per block and sharded over the whole domain, and tokens per rank in powers
+of two.
 
-Every split has a lower bound on the time of any plan under its profile. Splits are visited in ascending order of their bounds;
-those that fit in memory are planned as a run would plan its steps. The search ends when the next bound exceeds the time of the
-last split to return, so the search returns what planning all splits would return.
+Every split has a lower bound on the time of any plan under its profile. Splits are visited in
+ascending order of their bounds; those that fit in memory are planned as a run would plan its steps.
+The search ends when the next bound exceeds the time of the last split to return, so the search
+returns what planning all splits would return.
 """
 
 import itertools
@@ -49,12 +52,10 @@ class PlannedSplit:
     """A split that fits, and its predictions.
 
     Attributes:
-        split: the split.
-        step_s: mean time per step.
-        tokens_per_s_per_gpu: throughput per GPU.
-        mfu: model FLOP utilization.
-        bubble_share: mean share of a step in which the pipeline fills and drains.
-        memory: peak memory of a rank with all tokens of its budget, in a ring of the longest document.
+        split: the split. step_s: mean time per step. tokens_per_s_per_gpu: throughput per GPU. mfu:
+        model FLOP utilization. bubble_share: mean share of a step in which the pipeline fills and
+        drains. memory: peak memory of a rank with all tokens of its budget, in a ring of the
+        longest document.
     """
 
     split: Split
@@ -89,25 +90,46 @@ class SearchResult:
         return self.possible - self.planned - sum(self.refused.values())
 
 
-def possible_splits(spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Sequence[int] = BUDGETS) -> Iterator[Split]:
-    """Yields the search space that the rules of a run allow: tp within a node and dividing the KV heads, a layer per stage.
+def possible_splits(
+    spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Sequence[int] = BUDGETS
+) -> Iterator[Split]:
+    """Yields the search space that the rules of a run allow: tp within a node and dividing the KV
+    heads, a layer per stage.
 
-    With 8 GPUs per node and 8 KV heads: tp 1, 2, 4, 8; for tp 2, pipelines of 1, 2, 4 ranks with a domain of 4, 2, 1.
+    With 8 GPUs per node and 8 KV heads: tp 1, 2, 4, 8; for tp 2, pipelines of 1, 2, 4 ranks with a
+    domain of 4, 2, 1.
     """
     kv_heads, experts = spec.largest_layer.num_key_value_heads, spec.largest_layer.experts
     for tensor in divisors(math.gcd(gpus, gpus_per_node, kv_heads)):
         held = [budget for budget in budgets if budget % tensor == 0]
         for ranks in divisors(gpus // tensor):
             domain = gpus // tensor // ranks
-            sizes = [size for size in divisors(domain) if size == 1 or (experts and experts % (size * tensor) == 0)]
-            choices = itertools.product(_pipelines(ranks, len(spec.layers)), RECOMPUTE, WEIGHTS, held, sizes)
+            sizes = [
+                size
+                for size in divisors(domain)
+                if size == 1 or (experts and experts % (size * tensor) == 0)
+            ]
+            choices = itertools.product(
+                _pipelines(ranks, len(spec.layers)), RECOMPUTE, WEIGHTS, held, sizes
+            )
             for pipeline, recompute, (reshard_after, reduce_after), budget, expert in choices:
                 if _goes_together(pipeline, recompute, reshard_after, reduce_after):
-                    yield Split(tensor, pipeline, domain, recompute, reshard_after, reduce_after, budget, expert)
+                    yield Split(
+                        tensor,
+                        pipeline,
+                        domain,
+                        recompute,
+                        reshard_after,
+                        reduce_after,
+                        budget,
+                        expert,
+                    )
 
 
 @cache
-def _goes_together(pipeline: Pipeline, recompute: Recompute, reshard_after: str, reduce_after: str) -> bool:
+def _goes_together(
+    pipeline: Pipeline, recompute: Recompute, reshard_after: str, reduce_after: str
+) -> bool:
     """Returns whether the table of combinations allows a run with these settings."""
     split = Split(1, pipeline, 1, recompute, reshard_after, reduce_after, tokens_per_rank=1)
     config = Config().changed(split.settings)
@@ -137,14 +159,11 @@ def search(
     """Searches for the `best` splits for the documents of the steps.
 
     Args:
-        machine: the GPUs.
-        spec: the model, with its vocabulary.
-        steps: document lengths of every step.
-        gpus: number of GPUs, in nodes of the size in the machine's profile.
-        longest: tokens of the longest document of the data set, which every split must hold (None: of the steps).
-        budgets: values of tokens_per_rank to try.
-        best: number of splits to return.
-        progress: called with the current phase, the number of splits done and their total.
+        machine: the GPUs. spec: the model, with its vocabulary. steps: document lengths of every
+        step. gpus: number of GPUs, in nodes of the size in the machine's profile. longest: tokens
+        of the longest document of the data set, which every split must hold (None: of the steps).
+        budgets: values of tokens_per_rank to try. best: number of splits to return. progress:
+        called with the current phase, the number of splits done and their total.
 
     Raises:
         UserError: if no split fits, with the smallest memory that a split needs.
@@ -170,7 +189,9 @@ def search(
         split = splits[number]
         key = split.tensor, split.pipeline.ranks, split.recompute
         limit = min(limit, fastest[key].step_s) if key in fastest else limit
-        planned = None if bound >= limit else _plan(machine, spec, split, sizes, longest, limit, outcome)
+        planned = (
+            None if bound >= limit else _plan(machine, spec, split, sizes, longest, limit, outcome)
+        )
         if planned is not None and planned.step_s < limit:
             fastest[key] = planned
     outcome.best = sorted(fastest.values(), key=lambda planned: planned.step_s)[:best]
@@ -181,7 +202,10 @@ def search(
 
 def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers]) -> list[float]:
     """Returns lower bounds on the times of the steps."""
-    bounds = (step_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline) for lengths in steps)
+    bounds = (
+        step_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline)
+        for lengths in steps
+    )
     return [bound / NANOSECONDS for bound in bounds]
 
 
@@ -194,14 +218,17 @@ def _plan(
     limit_s: float,
     outcome: SearchResult,
 ) -> PlannedSplit | None:
-    """Returns the predictions of a split; None if it needs too much memory (counted in `outcome`) or exceeds the limit."""
+    """Returns the predictions of a split; None if it needs too much memory (counted in `outcome`)
+    or exceeds the limit."""
     tokens = max(int(lengths.sum()) for lengths in steps)
     fewest = -(-tokens // (split.domain * split.tokens_per_rank))
     memory = memory_of(machine, spec, split, longest, fewest)
     plans: list[Plan] = []
     if memory.total <= machine.memory_bytes:
         plans = _plans(machine, spec, split, steps, limit_s)
-        memory = memory_of(machine, spec, split, longest, max(len(plan.micro_batches) for plan in plans))
+        memory = memory_of(
+            machine, spec, split, longest, max(len(plan.micro_batches) for plan in plans)
+        )
     if memory.total > machine.memory_bytes:
         outcome.refused[TOO_LARGE] += 1
         outcome.least_bytes = min(memory.total, outcome.least_bytes or memory.total)
@@ -221,7 +248,9 @@ def _plan(
     )
 
 
-def _plans(machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float) -> list[Plan]:
+def _plans(
+    machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float
+) -> list[Plan]:
     """Plans the steps as a run would; stops as soon as their mean time must exceed the limit."""
     profile = profile_of(machine, spec, split)
     bounds = _bounds_s(profile, split, steps)
@@ -243,12 +272,21 @@ def _plans(machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Inte
     return plans
 
 
-def memory_of(machine: Machine, spec: ModelSpec, split: Split, longest: int, micro_batches: int) -> Memory:
-    """Returns the peak memory of a full rank whose ring for the longest document is as small as possible."""
+def memory_of(
+    machine: Machine, spec: ModelSpec, split: Split, longest: int, micro_batches: int
+) -> Memory:
+    """Returns the peak memory of a full rank whose ring for the longest document is as small as
+    possible."""
     profile = profile_of(machine, spec, split)
-    documents = {"context.two_level_exchange": profile.exchange_levels == 2, "data.max_length": longest}
+    documents = {
+        "context.two_level_exchange": profile.exchange_levels == 2,
+        "data.max_length": longest,
+    }
     config = Config().changed(split.settings | documents)
-    loads = [replace(load, micro_batches=micro_batches) for load in full_loads(config, split.gpus, profile)]
+    loads = [
+        replace(load, micro_batches=micro_batches)
+        for load in full_loads(config, split.gpus, profile)
+    ]
     return estimate(spec, config, split.gpus, loads, fused=True)
 
 
@@ -256,9 +294,14 @@ def _nothing_fits(outcome: SearchResult, gpus: int, memory_bytes: int) -> str:
     reasons = [f"{count:,} {reason}" for reason, count in outcome.refused.items() if count]
     least = ""
     if outcome.least_bytes is not None:
-        least = f" ({memory_bytes / 2**30:,.1f} GiB; the smallest needs {outcome.least_bytes / 2**30:,.1f} GiB)"
+        least = (
+            f" ({memory_bytes / 2**30:,.1f} GiB; the smallest needs "
+            f"{outcome.least_bytes / 2**30:,.1f} GiB)"
+        )
     return (
-        f"no split of {gpus} GPUs can hold this model and these documents: of {outcome.possible:,} splits, "
+        f"no split of {gpus} GPUs can hold this model and these documents: of {outcome.possible:,} "
+        "splits, "
         f"{' and '.join(reasons)}{least}: "
-        "use more GPUs, more tokens per rank, a smaller --max-length of documents, or a smaller model"
+        "use more GPUs, more tokens per rank, a smaller --max-length of documents, or a smaller "
+        "model"
     )

@@ -1,10 +1,12 @@
-"""CPU seconds of steps of TRL's DPOTrainer and GRPOTrainer on two processes: plain, split, and split with prefixes merged.
+"""CPU seconds of steps of TRL's DPOTrainer and GRPOTrainer on two processes: plain, split, and
+split with prefixes merged.
 
     torchrun --nproc-per-node 2 bench/trainer_trees.py          # about 10 minutes on two cores
 
-DPO: 16 pairs per step, prompts of 512 to 1,023 tokens with answers of 64 to 127. GRPO: 2 prompts of that length per step with
-8 completions of 32 tokens each; the seconds of `generate` are not counted, as sampling is the same in all ways. Every way in
-turn, several rounds long, in the same processes with one thread each. Writes results/trainer-trees.csv.
+DPO: 16 pairs per step, prompts of 512 to 1,023 tokens with answers of 64 to 127. GRPO: 2 prompts of
+that length per step with 8 completions of 32 tokens each; the seconds of `generate` are not
+counted, as sampling is the same in all ways. Every way in turn, several rounds long, in the same
+processes with one thread each. Writes results/trainer-trees.csv.
 """
 
 import time
@@ -44,7 +46,8 @@ def by_round(number: int, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def measured(kind: str, merging: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
-    """Trains a few steps, and returns the CPU seconds of one on the slowest rank, the mean over steps."""
+    """Trains a few steps, and returns the CPU seconds of one on the slowest rank, the mean over
+    steps."""
     trainer = made(kind, folder)
     if merging is not None:
         dynamic_context_parallel(trainer, tokens_per_rank=8192, profile="cpu-2core", **merging)
@@ -76,7 +79,9 @@ def made(kind: str, folder: Path) -> Any:
     random = np.random.default_rng(0)
 
     def words(least: int, most: int) -> str:
-        return " ".join(f"w{number}" for number in random.integers(0, 4000, random.integers(least, most)))
+        return " ".join(
+            f"w{number}" for number in random.integers(0, 4000, random.integers(least, most))
+        )
 
     args: dict[str, Any] = {
         "output_dir": str(folder / "run"),
@@ -99,7 +104,8 @@ def made(kind: str, folder: Path) -> Any:
         args |= {"per_device_train_batch_size": PAIRS // ranks, "max_length": None}
         del args["shuffle_dataset"]
         records = [
-            {"prompt": words(*PROMPT), "chosen": words(*ANSWER), "rejected": words(*ANSWER)} for _ in range(PAIRS * STEPS)
+            {"prompt": words(*PROMPT), "chosen": words(*ANSWER), "rejected": words(*ANSWER)}
+            for _ in range(PAIRS * STEPS)
         ]
     else:
         args |= {
@@ -107,7 +113,9 @@ def made(kind: str, folder: Path) -> Any:
             "num_generations": GENERATIONS,
             "max_completion_length": COMPLETION,
         }
-        more["reward_funcs"] = lambda completions, **_: [float(len(set(text.split()))) for text in completions]
+        more["reward_funcs"] = lambda completions, **_: [
+            float(len(set(text.split()))) for text in completions
+        ]
         records = [{"prompt": words(*PROMPT)} for _ in range(ROWS // GENERATIONS * STEPS)]
     return getattr(trl, f"{kind}Trainer")(
         model=str(base),

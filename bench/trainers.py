@@ -1,13 +1,15 @@
-"""CPU seconds of TRL's SFTTrainer on two processes: dynamic context parallelism beside plain batches and TRL's packing.
+"""CPU seconds of TRL's SFTTrainer on two processes: dynamic context parallelism beside plain
+batches and TRL's packing.
 
     torchrun --nproc-per-node 2 bench/trainers.py          # about 20 minutes on two cores
 
-An epoch of 64 documents, of which one in eight is long, with the same model, optimizer and documents per step. Every way is
-trained in turn, several rounds long, in the same processes with one thread each. A rank that waits uses no CPU time, so the
-slowest rank's CPU time is the time that the epoch would take on a core for each rank. Writes results/trainers.csv.
+An epoch of 64 documents, of which one in eight is long, with the same model, optimizer and
+documents per step. Every way is trained in turn, several rounds long, in the same processes with
+one thread each. A rank that waits uses no CPU time, so the slowest rank's CPU time is the time that
+the epoch would take on a core for each rank. Writes results/trainers.csv.
 
-Plain transformers has no kernel for packed rows on CPUs: it computes all pairs of a packed row under a mask. With flash-attn on
-a GPU it computes only those inside documents.
+Plain transformers has no kernel for packed rows on CPUs: it computes all pairs of a packed row
+under a mask. With flash-attn on a GPU it computes only those inside documents.
 """
 
 import tempfile
@@ -54,7 +56,8 @@ class Way:
 
 
 def ways(ranks: int) -> list[Way]:
-    """Returns the ways to train, all with as many documents, or packed rows, per step as an epoch has in STEPS steps."""
+    """Returns the ways to train, all with as many documents, or packed rows, per step as an epoch
+    has in STEPS steps."""
 
     def batches(size: int) -> dict[str, Any]:
         return {
@@ -63,7 +66,12 @@ def ways(ranks: int) -> list[Way]:
             "max_length": None,
         }
 
-    packed = {"packing": True, "packing_strategy": "bfd", "max_length": LONG_TOKENS[1], "per_device_train_batch_size": 1}
+    packed = {
+        "packing": True,
+        "packing_strategy": "bfd",
+        "max_length": LONG_TOKENS[1],
+        "per_device_train_batch_size": 1,
+    }
     return [
         Way("longctx", batches(DOCUMENTS // STEPS // ranks), dynamic=True),
         Way("one document per batch", batches(1)),
@@ -81,9 +89,13 @@ def main() -> None:
 
 
 def in_rounds(
-    doc: str | None, name: str, columns: list[str], by_round: Callable[[int, Path], Iterator[dict[str, Any]]]
+    doc: str | None,
+    name: str,
+    columns: list[str],
+    by_round: Callable[[int, Path], Iterator[dict[str, Any]]],
 ) -> None:
-    """Runs a benchmark over the processes of torchrun, round by round, and writes its rows. All ranks share a folder."""
+    """Runs a benchmark over the processes of torchrun, round by round, and writes its rows. All
+    ranks share a folder."""
     parser = options(doc, name)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -119,9 +131,15 @@ def measured(way: Way, folder: str) -> dict[str, Any]:
     trainer.add_callback(steps)
     dist.barrier()
     trainer.train()
-    cpu_s, wall_s = (of_all_ranks(torch.tensor(times).diff()) for times in (steps.cpu_s, steps.wall_s))
+    cpu_s, wall_s = (
+        of_all_ranks(torch.tensor(times).diff()) for times in (steps.cpu_s, steps.wall_s)
+    )
     sharing_s, waited_s = of_all_ranks(torch.tensor([shared.cpu_s, shared.waited_s])).unbind(1)
-    degrees = sorted({degree for plan in trainer.dynamic.plans for degree in plan.degrees}) if way.dynamic else []
+    degrees = (
+        sorted({degree for plan in trainer.dynamic.plans for degree in plan.degrees})
+        if way.dynamic
+        else []
+    )
     return {
         "slowest_cpu_s": cpu_s.sum(1).max().item(),
         "fastest_cpu_s": cpu_s.sum(1).min().item(),
@@ -141,7 +159,8 @@ def of_all_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 class StepTimes(transformers.TrainerCallback):
-    """CPU seconds, by a clock, and wall-clock seconds at the start of training and after every step."""
+    """CPU seconds, by a clock, and wall-clock seconds at the start of training and after every
+    step."""
 
     def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
         self.clock = clock
@@ -156,7 +175,8 @@ class StepTimes(transformers.TrainerCallback):
 
 
 class Shared:
-    """CPU seconds that the thread of a trainer spends on planning and exchanging ids, and seconds that steps wait for it."""
+    """CPU seconds that the thread of a trainer spends on planning and exchanging ids, and seconds
+    that steps wait for it."""
 
     def __init__(self) -> None:
         self.cpu_s = self.waited_s = 0.0
@@ -184,15 +204,29 @@ class Shared:
 def made(way: Way, folder: str) -> SFTTrainer:
     """Returns a trainer of a small model with random weights, for one epoch."""
     random = np.random.default_rng(0)
-    lengths = [*random.integers(*SHORT_TOKENS, DOCUMENTS - LONG), *random.integers(*LONG_TOKENS, LONG)]
-    documents = [{"input_ids": random.integers(0, VOCABULARY, length).tolist()} for length in random.permutation(lengths)]
-    defaults = {"output_dir": folder, "num_train_epochs": 1, "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    lengths = [
+        *random.integers(*SHORT_TOKENS, DOCUMENTS - LONG),
+        *random.integers(*LONG_TOKENS, LONG),
+    ]
+    documents = [
+        {"input_ids": random.integers(0, VOCABULARY, length).tolist()}
+        for length in random.permutation(lengths)
+    ]
+    defaults = {
+        "output_dir": folder,
+        "num_train_epochs": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
     quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1}
     args = SFTConfig(**{**defaults, **quiet, **way.options})
     data = datasets.Dataset.from_list(documents)
     trainer = SFTTrainer(model(), args=args, train_dataset=data, processing_class=tokenizer())
     if args.packing:  # as many steps as the others have
-        args.gradient_accumulation_steps = max(1, round(len(trainer.train_dataset) / STEPS / dist.get_world_size()))
+        args.gradient_accumulation_steps = max(
+            1, round(len(trainer.train_dataset) / STEPS / dist.get_world_size())
+        )
         trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
     return trainer
 
@@ -217,10 +251,15 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = ["[P]", "[E]", "[U]"]
-    vocabulary = {word: number for number, word in enumerate([*special, *(f"w{n}" for n in range(VOCABULARY - 3))])}
+    vocabulary = {
+        word: number
+        for number, word in enumerate([*special, *(f"w{n}" for n in range(VOCABULARY - 3))])
+    }
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[U]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[P]", eos_token="[E]", unk_token="[U]")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[P]", eos_token="[E]", unk_token="[U]"
+    )
 
 
 if __name__ == "__main__":

@@ -20,9 +20,12 @@ from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.training.metrics import peak_flops
 
 MODELS, LENGTHS = ("llama-3.2-1b", "llama-3.2-3b"), (32768, 131072, 524288)
-STACK_LAYERS, STACK_TOKENS = 2, 786_432  # few layers of the 8B model, as a step takes minutes per layer
+# Few layers of the 8B model, as a step takes minutes per layer.
+STACK_LAYERS, STACK_TOKENS = 2, 786_432
 VOCABULARY = 4096
-MEMORY_SHARE = 0.88  # maximum estimate, as a share of GPU memory: it excludes fragmentation, CUDA contexts and libraries
+# Maximum estimate, as a share of GPU memory: it excludes fragmentation, CUDA contexts and
+# libraries.
+MEMORY_SHARE = 0.88
 FASTEST = "fastest that fits"
 
 
@@ -37,7 +40,9 @@ class Option:
         return Option(f"{self.name}, {other.name}", {**self.settings, **other.settings})
 
 
-NONE, NORMS, MLP, SELECTIVE, FULL = (Option(mode, {"train.recompute": mode}) for mode in RECOMPUTE_MODES)
+NONE, NORMS, MLP, SELECTIVE, FULL = (
+    Option(mode, {"train.recompute": mode}) for mode in RECOMPUTE_MODES
+)
 TILES = Option("MLP in tiles", {"train.mlp_tile_tokens": 8192})
 HOST_INPUTS = Option("inputs in host memory", {"train.offload_activations": True})
 HOST_OPTIMIZER = Option("optimizer in host memory", {"train.offload_optimizer": True})
@@ -47,7 +52,10 @@ FLOAT8 = Option("float8", {"train.float8": "rowwise"})
 FLOAT8_HERE = [FLOAT8] if importlib.util.find_spec("torchao") else []
 MEMORY_OPTIONS = [
     *(SELECTIVE, NONE, NORMS, MLP, FULL),
-    *(SELECTIVE + each for each in (NOT_COMPILED, *FLOAT8_HERE, TILES, HOST_INPUTS, HOST_OPTIMIZER)),
+    *(
+        SELECTIVE + each
+        for each in (NOT_COMPILED, *FLOAT8_HERE, TILES, HOST_INPUTS, HOST_OPTIMIZER)
+    ),
 ]
 LADDER = [
     NONE,
@@ -62,7 +70,8 @@ LADDER = [
     FULL + TILES + HOST_INPUTS + HOST_OPTIMIZER,
 ]
 """From the fastest to the least memory, as expected before measuring."""
-LADDER_OF_TRITON = [SELECTIVE + TILES + TRITON, LADDER[-1] + TRITON]  # our own kernel needs less memory than some libraries
+# Our own kernel needs less memory than some libraries.
+LADDER_OF_TRITON = [SELECTIVE + TILES + TRITON, LADDER[-1] + TRITON]
 CHECKPOINTING = Option("gradient checkpointing")  # option of the peer
 
 
@@ -142,36 +151,57 @@ class Run:
         return RunMemory(self.shape.spec, None, 1, True).peak(config).total
 
     def fitting(self, gpu: Gpu) -> list[Option]:
-        """Returns the options that fit in the memory of this GPU. The peer's memory is not estimated."""
+        """Returns the options that fit in the memory of this GPU. The peer's memory is not
+        estimated."""
         if self.system != "longctx":
             return self.options
-        return [option for option in self.options if self.bytes(option) <= MEMORY_SHARE * gpu.memory]
+        return [
+            option for option in self.options if self.bytes(option) <= MEMORY_SHARE * gpu.memory
+        ]
 
 
 def runs(gpu: Gpu, *, smoke: bool = False, first: bool = False) -> Iterator[Run]:
-    """Yields the rows, the most important first; with `smoke` those of a tiny model with one length.
+    """Yields the rows, the most important first; with `smoke` those of a tiny model with one
+    length.
 
-    With `first`, only those of first_contact.py: one model, two lengths, and the choices of recomputation and compilation.
+    With `first`, only those of first_contact.py: one model, two lengths, and the choices of
+    recomputation and compilation.
     """
     library = gpu.attention not in ("triton", "cpu")
     every = LADDER + LADDER_OF_TRITON if library else LADDER
     if first:
         model, lengths = ("tiny", (256,)) if smoke else (MODELS[0], LENGTHS[:2])
         yield from (Run("longctx", model, tokens, every) for tokens in lengths)
-        options = SELECTIVE, SELECTIVE + NOT_COMPILED, NORMS, *(SELECTIVE + each for each in FLOAT8_HERE), MLP, FULL
-        for option in options[1::2] if smoke else options:  # every row starts a process, and the page reads all settings
+        options = (
+            SELECTIVE,
+            SELECTIVE + NOT_COMPILED,
+            NORMS,
+            *(SELECTIVE + each for each in FLOAT8_HERE),
+            MLP,
+            FULL,
+        )
+        # Every row starts a process, and the page reads all settings.
+        for option in options[1::2] if smoke else options:
             yield Run("longctx", model, lengths[0], [option])
         return
     (model, *others), (shortest, *longer) = (("tiny",), (512,)) if smoke else (MODELS, LENGTHS)
     yield Run("longctx", model, shortest, every)
     yield Run("transformers", model, shortest, [CHECKPOINTING])
     yield from (Run("longctx", model, tokens, every) for tokens in longer)
-    yield from (Run("longctx", other, tokens, every) for other in others for tokens in (shortest, *longer[:1]))
+    yield from (
+        Run("longctx", other, tokens, every)
+        for other in others
+        for tokens in (shortest, *longer[:1])
+    )
     for option in [*MEMORY_OPTIONS, *([SELECTIVE + TRITON] if library else [])]:
         yield Run("longctx", model, shortest, [option])
     if smoke:
         return
     yield Run("longctx", "llama-3.1-8b", STACK_TOKENS, every, layers=STACK_LAYERS)
     yield from (Run("transformers", model, tokens, [CHECKPOINTING]) for tokens in longer)
-    yield from (Run("transformers", other, tokens, [CHECKPOINTING]) for other in others for tokens in LENGTHS)
+    yield from (
+        Run("transformers", other, tokens, [CHECKPOINTING])
+        for other in others
+        for tokens in LENGTHS
+    )
     yield from (Run("longctx", other, tokens, every) for other in others for tokens in longer[1:])

@@ -1,8 +1,10 @@
-"""Draws docs/trees.png: a prompt with three completions as a tree, its cut over three ranks, and what each token sees.
+"""Draws docs/trees.png: a prompt with three completions as a tree, its cut over three ranks, and
+what each token sees.
 
     python bench/tree_picture.py docs/trees.png
 
-The .png carries what it shows as the text chunk `Description`; tests/test_pictures.py compares it with the code.
+The .png carries what it shows as the text chunk `Description`; tests/test_pictures.py compares it
+with the code.
 """
 
 import json
@@ -33,16 +35,28 @@ def main() -> None:
         draw_paths(figure.add_axes((0.02, 0.36, 0.51, 0.55)), tree, ranks)
         draw_document(figure.add_axes((0.02, 0.12, 0.51, 0.13)), tree, ranks)
         draw_mask(figure.add_axes((0.6, 0.04, 0.39, 0.87)), tree, ranks)
-        keys = [Patch(facecolor=colour, label=f"rank {rank}") for rank, colour in enumerate(COLOURS)]
-        figure.legend(handles=keys, loc="lower left", bbox_to_anchor=(0.01, -0.01), ncols=RANKS, frameon=False, fontsize=10.5)
+        keys = [
+            Patch(facecolor=colour, label=f"rank {rank}") for rank, colour in enumerate(COLOURS)
+        ]
+        figure.legend(
+            handles=keys,
+            loc="lower left",
+            bbox_to_anchor=(0.01, -0.01),
+            ncols=RANKS,
+            frameon=False,
+            fontsize=10.5,
+        )
         figure.savefig(sys.argv[1], metadata={"Description": pictured(), "Software": None})
 
 
 def pictured() -> str:
-    """Returns what the picture shows as JSON: nodes, the rank of every token, and the tokens that each sees."""
+    """Returns what the picture shows as JSON: nodes, the rank of every token, and the tokens that
+    each sees."""
     tree = drawn()
     ranks = "".join(map(str, ranks_of(tree)))
-    return json.dumps({"lengths": tree.lengths, "ranks": ranks, "seen": seen(tree).sum(axis=1).tolist()})
+    return json.dumps(
+        {"lengths": tree.lengths, "ranks": ranks, "seen": seen(tree).sum(axis=1).tolist()}
+    )
 
 
 def drawn() -> Tree:
@@ -62,14 +76,19 @@ def ranks_of(tree: Tree) -> list[int]:
 
 
 def seen(tree: Tree) -> NDArray[np.bool_]:
-    """Returns which keys each query sees, [queries, keys]: those before it, while it is in the subtree of the key's node."""
+    """Returns which keys each query sees, [queries, keys]: those before it, while it is in the
+    subtree of the key's node."""
     queries = np.arange(tree.length)
     ends = np.repeat([node.end for node in tree.nodes], tree.lengths)
     return (queries[None, :] <= queries[:, None]) & (queries[:, None] < ends[None, :])
 
 
-def box(axes: Axes, left: float, top: float, width: float, colour: str, height: float = 0.8) -> None:
-    axes.add_patch(Rectangle((left, top), width, height, facecolor=colour, edgecolor="white", linewidth=0.5))
+def box(
+    axes: Axes, left: float, top: float, width: float, colour: str, height: float = 0.8
+) -> None:
+    axes.add_patch(
+        Rectangle((left, top), width, height, facecolor=colour, edgecolor="white", linewidth=0.5)
+    )
 
 
 def title(axes: Axes, text: str) -> None:
@@ -86,7 +105,12 @@ def draw_paths(axes: Axes, tree: Tree, ranks: list[int]) -> None:
         if number > 1:
             axes.plot([node.above] * 2, [0.8, line + 0.4], color=QUIET, linewidth=1.2, zorder=0)
         words = "prompt, once" if number == 0 else f"completion {number}"
-        axes.text(0 if number == 0 else node.positions[1] + 0.6, 1.3 if number == 0 else line + 0.4, words, va="center")
+        axes.text(
+            0 if number == 0 else node.positions[1] + 0.6,
+            1.3 if number == 0 else line + 0.4,
+            words,
+            va="center",
+        )
     axes.set_xlim(0, tree.longest + 11)
     axes.set_ylim(len(tree.lengths) - 1, 0)
     title(axes, "A tree: tokens at their positions")

@@ -1,12 +1,14 @@
-"""Prefix trees beside the same sequences one by one: CPU time of a model, and predicted steps of three sets of groups.
+"""Prefix trees beside the same sequences one by one: CPU time of a model, and predicted steps of
+three sets of groups.
 
     python bench/trees.py                                       # about 5 minutes on one core
     python bench/trees.py --groups groups.jsonl --ranks 64      # only predicts, for a file of groups
 
-Measured: forward and backward of a Llama of two layers from transformers over one group, packed as trees and as sequences, in
-turn in one process with one thread; the least CPU time of several rounds, which other processes on the machine change little.
-Losses and gradients are compared. Predicted: means of three steps of about four full micro-batches before merging, for the
-files of groups in examples/, which this script draws. Writes results/trees.csv.
+Measured: forward and backward of a Llama of two layers from transformers over one group, packed as
+trees and as sequences, in turn in one process with one thread; the least CPU time of several
+rounds, which other processes on the machine change little. Losses and gradients are compared.
+Predicted: means of three steps of about four full micro-batches before merging, for the files of
+groups in examples/, which this script draws. Writes results/trees.csv.
 """
 
 import json
@@ -34,9 +36,13 @@ from longctx.planning.layout import longest_document
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MEASURED = {"2,048 + 8 × 256": (2048, [256] * 8), "512 + 8 × 512": (512, [512] * 8)}
-SETS = {"long_prompts": (64, 8, (8192, 98304), (200, 2000)), "pairs": (512, 2, (500, 8000), (100, 1000))}
+SETS = {
+    "long_prompts": (64, 8, (8192, 98304), (200, 2000)),
+    "pairs": (512, 2, (500, 8000), (100, 1000)),
+}
 SETS["reasoning"] = (128, 8, (200, 4000), (500, 16384))
-"""Name → groups, completions of each, and least and most tokens of prompts and of completions, drawn log-uniformly."""
+"""Name → groups, completions of each, and least and most tokens of prompts and of completions,
+drawn log-uniformly."""
 RANKS, TOKENS_PER_RANK, STEPS, MICRO_BATCHES = 64, 16384, 3, 4
 PROFILE = "h100-nvlink-ib"
 VOCABULARY = 4096
@@ -57,24 +63,44 @@ COLUMNS = [
 def main() -> None:
     parser = options(__doc__, "trees.csv")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--groups", type=Path, metavar="FILE", help='lines of {"prompt": 2048, "completions": [256, 300]}')
-    parser.add_argument("--ranks", type=int, default=RANKS, help="ranks of the domain, with --groups")
+    parser.add_argument(
+        "--groups",
+        type=Path,
+        metavar="FILE",
+        help='lines of {"prompt": 2048, "completions": [256, 300]}',
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=RANKS, help="ranks of the domain, with --groups"
+    )
     arguments = parser.parse_args()
     if arguments.groups:
         found = predicted(arguments.groups, arguments.ranks)
         print(f"predicted step on {arguments.ranks} GPUs ({PROFILE}), the mean of {STEPS}")
-        print(f"one degree, {found['fixed_degree']}, for all  {found['tokens']:9,} tokens  {found['fixed_static_s']:8.3f} s")
-        print(f"a degree per sequence    {found['tokens']:9,} tokens  {found['sequences_s']:8.3f} s")
-        print(f"and prefixes once        {found['merged_tokens']:9,} tokens  {found['trees_s']:8.3f} s")
+        print(
+            f"one degree, {found['fixed_degree']}, for all  {found['tokens']:9,} tokens  "
+            f"{found['fixed_static_s']:8.3f} s"
+        )
+        print(
+            f"a degree per sequence    {found['tokens']:9,} tokens  {found['sequences_s']:8.3f} s"
+        )
+        print(
+            f"and prefixes once        {found['merged_tokens']:9,} tokens  {found['trees_s']:8.3f} "
+            "s"
+        )
         return
     torch.set_num_threads(1)
-    known = facts("torch", "transformers", "longctx") | {"rounds": str(arguments.rounds), "command": command(arguments.out)}
+    known = facts("torch", "transformers", "longctx") | {
+        "rounds": str(arguments.rounds),
+        "command": command(arguments.out),
+    }
     table = Table(arguments.out, COLUMNS, known, overwrite=True)
     for name in SETS:
         row = {"table": "predicted", "name": name, "lengths": in_words(name)}
         table.append(row | predicted(write_groups(name)))
     for name, (prompt, completions) in MEASURED.items():
-        table.append({"table": "measured", "name": name} | measured(prompt, completions, arguments.rounds))
+        table.append(
+            {"table": "measured", "name": name} | measured(prompt, completions, arguments.rounds)
+        )
         print(table.rows[-1], flush=True)
 
 
@@ -87,7 +113,10 @@ def write_groups(name: str) -> Path:
         return round(math.exp(dice.uniform(math.log(least), math.log(most))))
 
     path = EXAMPLES / f"groups_{name}.jsonl"
-    lines = [{"prompt": drawn(*prompts), "completions": [drawn(*completions) for _ in range(count)]} for _ in range(groups)]
+    lines = [
+        {"prompt": drawn(*prompts), "completions": [drawn(*completions) for _ in range(count)]}
+        for _ in range(groups)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "ascii")
     return path
 
@@ -99,14 +128,21 @@ def in_words(name: str) -> str:
 
 
 def predicted(path: Path, ranks: int = RANKS) -> dict[str, Any]:
-    """Returns the means of three steps of a file of groups, whose completions differ from their first tokens on."""
+    """Returns the means of three steps of a file of groups, whose completions differ from their
+    first tokens on."""
     records = map(json.loads, filter(None, path.read_text("utf-8").splitlines()))
     groups = [(record["prompt"], record["completions"]) for record in records]
     lengths = [[prompt + tokens for tokens in completions] for prompt, completions in groups]
     of_all = sum(map(sum, lengths))
-    count = max(1, min(len(groups), MICRO_BATCHES * ranks * TOKENS_PER_RANK * len(groups) // of_all))
+    count = max(
+        1, min(len(groups), MICRO_BATCHES * ranks * TOKENS_PER_RANK * len(groups) // of_all)
+    )
     degree = fixed_degree(max(map(max, lengths)), ranks, TOKENS_PER_RANK)
-    request: dict[str, Any] = {"ranks": ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": HardwareProfile.load(PROFILE)}
+    request: dict[str, Any] = {
+        "ranks": ranks,
+        "tokens_per_rank": TOKENS_PER_RANK,
+        "profile": HardwareProfile.load(PROFILE),
+    }
     sampler = Sampler(np.ones(len(groups), np.int64), global_tokens=count, seed=0, max_length=1)
     steps = []
     for step in range(STEPS):
@@ -122,23 +158,40 @@ def predicted(path: Path, ranks: int = RANKS) -> dict[str, Any]:
         steps.append((sum(alone), sum(sizes), *(plan.makespan_s for plan in (*plans, fixed))))
     tokens, merged_tokens, *seconds = map(fmean, zip(*steps, strict=True))
     names = ("sequences_s", "trees_s", "fixed_static_s")
-    known = {"tokens": round(tokens), "merged_tokens": round(merged_tokens), **dict(zip(names, seconds, strict=True))}
+    known = {
+        "tokens": round(tokens),
+        "merged_tokens": round(merged_tokens),
+        **dict(zip(names, seconds, strict=True)),
+    }
     return known | {"fixed_degree": str(degree)}
 
 
 def merge(prompt: int, completions: Sequence[int], ranks: int) -> Merged:
     """Returns the trees of a group."""
-    sequences = [np.repeat([0, 1 + number], [prompt, tokens]) for number, tokens in enumerate(completions)]
-    return merge_prefixes(sequences, most_tokens=longest_document(ranks, TOKENS_PER_RANK), tokens_per_rank=TOKENS_PER_RANK)
+    sequences = [
+        np.repeat([0, 1 + number], [prompt, tokens]) for number, tokens in enumerate(completions)
+    ]
+    return merge_prefixes(
+        sequences,
+        most_tokens=longest_document(ranks, TOKENS_PER_RANK),
+        tokens_per_rank=TOKENS_PER_RANK,
+    )
 
 
 def measured(prompt: int, completions: list[int], rounds: int) -> dict[str, Any]:
-    """Returns CPU seconds of a step over one group, as sequences and as trees, and the relative difference of gradients."""
+    """Returns CPU seconds of a step over one group, as sequences and as trees, and the relative
+    difference of gradients."""
     numbers = np.random.default_rng(0)
     start = numbers.integers(VOCABULARY, size=prompt)
-    sequences = [np.append(start, numbers.integers(VOCABULARY, size=tokens)) for tokens in completions]
+    sequences = [
+        np.append(start, numbers.integers(VOCABULARY, size=tokens)) for tokens in completions
+    ]
     merged = merge_prefixes(sequences)
-    request: dict[str, Any] = {"ranks": 1, "tokens_per_rank": 1 << 15, "profile": HardwareProfile.load("cpu-2core")}
+    request: dict[str, Any] = {
+        "ranks": 1,
+        "tokens_per_rank": 1 << 15,
+        "profile": HardwareProfile.load("cpu-2core"),
+    }
     alone = pack_documents(make_plan([len(s) for s in sequences], **request), 0, sequences)
     ways = {
         "sequences_s": (alone[0], float(alone[1])),
@@ -152,10 +205,16 @@ def measured(prompt: int, completions: list[int], rounds: int) -> dict[str, Any]
             began = time.process_time()
             step(model, micro_batches, targets)
             seconds[way] = min(seconds[way], time.process_time() - began)
-            gradients[way] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+            gradients[way] = torch.cat(
+                [parameter.grad.flatten() for parameter in model.parameters()]
+            )
     one, other = gradients["sequences_s"], gradients["trees_s"]
     difference = float((one - other).norm() / one.norm())
-    return {"tokens": sum(map(len, sequences)), "merged_tokens": sum(merged.lengths), "difference": difference} | seconds
+    return {
+        "tokens": sum(map(len, sequences)),
+        "merged_tokens": sum(merged.lengths),
+        "difference": difference,
+    } | seconds
 
 
 def step(model: Any, micro_batches: list[MicroBatch], targets: float) -> None:

@@ -1,7 +1,8 @@
 """Loader: yields the batches of one rank, planned and read one step ahead in a background thread.
 
-Every rank runs its own loader over the same store and makes the same plan from the same lengths; nothing is communicated. The
-position of a loader is a step and a cursor, the same on every rank and independent of the number of ranks.
+Every rank runs its own loader over the same store and makes the same plan from the same lengths;
+nothing is communicated. The position of a loader is a step and a cursor, the same on every rank and
+independent of the number of ranks.
 """
 
 import time
@@ -23,14 +24,17 @@ from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
 _WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or all of data.stores in the same order, or start a new run",
+    "fingerprint": "give the data.store that the run began with, or all of data.stores in the same "
+    "order, or start a new run",
     "mix": "give the weights or epochs of data.stores that the run began with",
     "seed": "set data.seed to the run's value (by default it is train.seed)",
-    "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
+    "max_length": "set data.max_length to the run's value (by default it depends on ranks and "
+    "batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's value",
     "held_out": "set data.held_out to the run's value",
 }
-"""Values that must be unchanged for the cursor to mean the same documents, and the way out if they differ."""
+"""Values that must be unchanged for the cursor to mean the same documents, and the way out if they
+differ."""
 
 
 Planner = Callable[..., Plan]
@@ -38,8 +42,9 @@ Planner = Callable[..., Plan]
 Merging = Callable[[Store, Sequence[Piece]], Merged | None]
 """Merges the documents of a step that begin alike, see `merge_pieces`."""
 LEAST_SHARE = 8
-"""Documents are merged if they share at least one part in so many of their mean length: trees have a price, as all of one must
-be in the same micro-batch, and a chat template or a system prompt is common to all documents of a store."""
+"""Documents are merged if they share at least one part in so many of their mean length: trees have
+a price, as all of one must be in the same micro-batch, and a chat template or a system prompt is
+common to all documents of a store."""
 
 
 class LoaderError(UserError):
@@ -50,14 +55,14 @@ class Loader(Iterator[StepBatch]):
     """An endless iterator over the steps of one rank.
 
     Args:
-        store: documents of one store or several.
-        rank, ranks: this rank, and the number N of ranks in the domain.
-        planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
-        pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
-        merging: merges the documents of a step that begin alike; None: they stay apart.
-        order: decides the documents of every step; `make_steps` may raise SamplerError here.
+        store: documents of one store or several. rank, ranks: this rank, and the number N of ranks
+        in the domain. planner: makes the plan of a step from the lengths of its documents; runs in
+        the background thread. pad_to_multiple_of: every micro-batch is padded to a multiple of this
+        number of tokens. merging: merges the documents of a step that begin alike; None: they stay
+        apart. order: decides the documents of every step; `make_steps` may raise SamplerError here.
 
-    Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
+    Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would
+    have returned the step.
     """
 
     def __init__(
@@ -76,10 +81,12 @@ class Loader(Iterator[StepBatch]):
             **_identity_of(store),
             "seed": order["seed"],
             "max_length": order["max_length"],
-            "long_documents": order.get("long_documents") or "split",  # of documents that may be: all others fit
+            # Of documents that may be: all others fit.
+            "long_documents": order.get("long_documents") or "split",
             "held_out": order.get("held_out_share", 0.0),
         }
-        self._earlier: dict[str, dict[str, Any]] = {}  # positions in stores of earlier runs that this one lacks
+        # Positions in stores of earlier runs that this one lacks.
+        self._earlier: dict[str, dict[str, Any]] = {}
         self._store, self._rank, self._ranks = store, rank, ranks
         self.planner, self._merging, self._pad_to_multiple_of = planner, merging, pad_to_multiple_of
         self._step = 0  # last step returned
@@ -98,19 +105,22 @@ class Loader(Iterator[StepBatch]):
         return replace(batch, data_wait_s=waited)
 
     def next_hash(self) -> str | None:
-        """Returns the hash of the plan of the step that comes next; None while that is prepared, or if it failed."""
+        """Returns the hash of the plan of the step that comes next; None while that is prepared, or
+        if it failed."""
         ahead = self._ahead
         if ahead is None or not ahead.done() or ahead.cancelled() or ahead.exception() is not None:
             return None
         return ahead.result()[0].plan.hash
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last returned step, as plain JSON data; the same on every rank."""
+        """Returns the position after the last returned step, as plain JSON data; the same on every
+        rank."""
         earlier = {"earlier": self._earlier} if self._earlier else {}
         return {**self._identity, "step": self._step, **self.sampler.state(self._cursor), **earlier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a saved position, which may come from another number of ranks or another `global_tokens`.
+        """Restores a saved position, which may come from another number of ranks or another
+        `global_tokens`.
 
         Raises LoaderError naming all differences if the cursor would mean other documents here.
         """
@@ -122,19 +132,27 @@ class Loader(Iterator[StepBatch]):
     def continue_from(self, state: dict[str, Any]) -> None:
         """Continues after a saved position of another run, which may have used other documents.
 
-        A store continues where it stopped if its pieces and its role (alone or in a mix) are unchanged. Any other store that
-        was read before begins its next epoch, so that it does not begin with the same documents again.
-        Raises LoaderError if the seed or the share of held-out documents differs.
+        A store continues where it stopped if its pieces and its role (alone or in a mix) are
+        unchanged. Any other store that was read before begins its next epoch, so that it does not
+        begin with the same documents again. Raises LoaderError if the seed or the share of held-out
+        documents differs.
         """
         state = self._checked(state, ("seed", "held_out"))
         seen = {**state.get("earlier", {}), **_positions(state)}
         positions = _positions(self.state_dict())
         places = [(seen.get(fingerprint), new) for fingerprint, new in positions.items()]
-        cursors = [earlier["cursor"] if earlier and earlier["cut"] == new["cut"] else None for earlier, new in places]
+        cursors = [
+            earlier["cursor"] if earlier and earlier["cut"] == new["cut"] else None
+            for earlier, new in places
+        ]
         epochs = [earlier["epoch"] + 1 if earlier else 0 for earlier, _ in places]
         self._discard()
         self._step, self._cursor = int(state["step"]), self.sampler.resume_cursor(cursors, epochs)
-        self._earlier = {fingerprint: earlier for fingerprint, earlier in seen.items() if fingerprint not in positions}
+        self._earlier = {
+            fingerprint: earlier
+            for fingerprint, earlier in seen.items()
+            if fingerprint not in positions
+        }
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
         """Returns a saved state. Raises LoaderError if one of `keys` has another value here."""
@@ -142,7 +160,8 @@ class Loader(Iterator[StepBatch]):
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(
-                f"the saved state of the data lacks {', '.join(missing)}: it was saved by another version of longctx; "
+                f"the saved state of the data lacks {', '.join(missing)}: it was saved by another "
+                "version of longctx; "
                 "resume with that version, or start a new run"
             )
         problems = [
@@ -151,7 +170,9 @@ class Loader(Iterator[StepBatch]):
             if state[key] != self._identity[key]
         ]
         if problems:
-            raise LoaderError("the run cannot continue at its position in the data: " + "; ".join(problems))
+            raise LoaderError(
+                "the run cannot continue at its position in the data: " + "; ".join(problems)
+            )
         return state
 
     def close(self) -> None:
@@ -162,7 +183,12 @@ class Loader(Iterator[StepBatch]):
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _discard(self) -> None:
@@ -178,8 +204,13 @@ class Loader(Iterator[StepBatch]):
         pieces, next_cursor = self.sampler.step(cursor)
         plan, merged = plan_step(self._store, pieces, self.planner, self._merging)
         if plan.ranks != self._ranks:
-            raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
-        return read_step(self._store, pieces, plan, self._rank, step, self._pad_to_multiple_of, merged), next_cursor
+            raise PlanError(
+                f"the planner returned a plan for {plan.ranks} ranks, but the domain has "
+                f"{self._ranks}"
+            )
+        return read_step(
+            self._store, pieces, plan, self._rank, step, self._pad_to_multiple_of, merged
+        ), next_cursor
 
 
 def _identity_of(store: Store) -> dict[str, Any]:
@@ -193,18 +224,26 @@ def _identity_of(store: Store) -> dict[str, Any]:
 
 
 def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the position in each store, and how its documents are cut, by the fingerprint of the store."""
+    """Returns the position in each store, and how its documents are cut, by the fingerprint of the
+    store."""
     several = isinstance(state["fingerprint"], list)
     keys = ("fingerprint", "cursor", "epoch", "longest")
     columns = [state[key] if several else [state[key]] for key in keys]
     return {
-        fingerprint: {"cut": [longest, state["long_documents"], several], "cursor": cursor, "epoch": epoch}
+        fingerprint: {
+            "cut": [longest, state["long_documents"], several],
+            "cursor": cursor,
+            "epoch": epoch,
+        }
         for fingerprint, cursor, epoch, longest in zip(*columns, strict=True)
     }
 
 
-def merge_pieces(store: Store, pieces: Sequence[Piece], most_tokens: int, tokens_per_rank: int) -> Merged | None:
-    """Returns the documents that the pieces of a step are merged to; None if no two of them are. Reads all pieces.
+def merge_pieces(
+    store: Store, pieces: Sequence[Piece], most_tokens: int, tokens_per_rank: int
+) -> Merged | None:
+    """Returns the documents that the pieces of a step are merged to; None if no two of them are.
+    Reads all pieces.
 
     `most_tokens` and `tokens_per_rank` are as in `merge_prefixes`.
     """
@@ -220,14 +259,19 @@ def merge_pieces(store: Store, pieces: Sequence[Piece], most_tokens: int, tokens
     return merged if merged.trees else None
 
 
-def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: Merging | None) -> tuple[Plan, Merged | None]:
-    """Returns the plan of a step over `pieces`, and the documents that they were merged to, if so. Raises PlanError."""
+def plan_step(
+    store: Store, pieces: Sequence[Piece], planner: Planner, merging: Merging | None
+) -> tuple[Plan, Merged | None]:
+    """Returns the plan of a step over `pieces`, and the documents that they were merged to, if so.
+    Raises PlanError."""
     merged = None if merging is None else merging(store, pieces)
     lengths = [piece.length for piece in pieces] if merged is None else merged.lengths
     options: dict[str, Any] = {} if merged is None else {"trees": merged.trees}
     plan = planner(lengths, **options)
     if list(plan.lengths) != lengths:
-        raise PlanError("the planner returned a plan for other lengths than those of the step's documents")
+        raise PlanError(
+            "the planner returned a plan for other lengths than those of the step's documents"
+        )
     return plan, merged
 
 
@@ -243,15 +287,26 @@ def read_step(
     """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
     targets = [store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
     weights = [float(store.weights[piece.document]) for piece in pieces]
-    amounts = targets if not store.weighted else [weigh_targets(store, *of) for of in zip(pieces, targets, strict=True)]
+    amounts = (
+        targets
+        if not store.weighted
+        else [weigh_targets(store, *of) for of in zip(pieces, targets, strict=True)]
+    )
     names = [_name(store, piece) for piece in pieces]
     if merged is None:
-        options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "weighted": store.weighted}
+        options: dict[str, Any] = {
+            "pad_to_multiple_of": pad_to_multiple_of,
+            "weighted": store.weighted,
+        }
         numbers = range(len(plan.micro_batches))
-        micro_batches = [pack(store, pieces, plan.layout(number, rank), **options) for number in numbers]
+        micro_batches = [
+            pack(store, pieces, plan.layout(number, rank), **options) for number in numbers
+        ]
     else:
         documents = merged.tokens, merged.labels
-        micro_batches, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)
+        micro_batches, _ = pack_documents(
+            plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False
+        )
         names = names_of_merged(names, merged)
     return StepBatch(
         step=step,
@@ -262,13 +317,16 @@ def read_step(
         micro_batches=tuple(micro_batches),
         weights=() if set(weights) <= {1.0} else tuple(weights),
         target_weight=sum(weight * count for weight, count in zip(weights, amounts, strict=True)),
-        source_tokens=store.tokens_by_source([piece.document for piece in pieces], [piece.length for piece in pieces]),
+        source_tokens=store.tokens_by_source(
+            [piece.document for piece in pieces], [piece.length for piece in pieces]
+        ),
         rows=() if merged is None else merged.rows,
     )
 
 
 def weigh_targets(store: Store, piece: Piece, count: int) -> float:
-    """Returns the sum of the weights of the `count` targets of a piece, without the weight of its document."""
+    """Returns the sum of the weights of the `count` targets of a piece, without the weight of its
+    document."""
     weights = store.token_weights(piece.document, piece.start, piece.stop)
     return count if weights is None else float(weights[1:].sum(dtype=np.float64))
 
@@ -278,7 +336,9 @@ def names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:
     together: list[list[str]] = [[] for _ in merged.tokens]
     for name, (document, _) in zip(names, merged.rows, strict=True):
         together[document].append(name)
-    return [first + f" and {len(others)} that begin alike" * bool(others) for first, *others in together]
+    return [
+        first + f" and {len(others)} that begin alike" * bool(others) for first, *others in together
+    ]
 
 
 def _name(store: Store, piece: Piece) -> str:

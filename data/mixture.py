@@ -1,8 +1,10 @@
-"""Mixture: the steps of a run that reads several stores, each in its own order, by shares of the tokens.
+"""Mixture: the steps of a run that reads several stores, each in its own order, by shares of the
+tokens.
 
-The next piece always comes from the store that is furthest below its share of the tokens so far, so no store is ever more than
-one document above its share. The cursor has, for each store, the number of pieces and tokens taken since the mixture began;
-like the cursor of `Sampler`, it is independent of ranks.
+The next piece always comes from the store that is furthest below its share of the tokens so far, so
+no store is ever more than one document above its share. The cursor has, for each store, the number
+of pieces and tokens taken since the mixture began; like the cursor of `Sampler`, it is independent
+of ranks.
 """
 
 import math
@@ -21,7 +23,8 @@ Place = tuple[int, int]
 
 
 class Order(TypedDict):
-    """What decides the documents of every step, see `Sampler`; the share `held_out_share` is in no step, see `held_out`."""
+    """What decides the documents of every step, see `Sampler`; the share `held_out_share` is in no
+    step, see `held_out`."""
 
     global_tokens: int
     seed: int
@@ -47,9 +50,11 @@ def make_steps(store: Store, **order: Unpack[Order]) -> "Steps":
 
 
 class Mixture:
-    """Steps over several stores, of at least `global_tokens` tokens each; documents are numbered across all stores.
+    """Steps over several stores, of at least `global_tokens` tokens each; documents are numbered
+    across all stores.
 
-    `make_sampler` makes the steps of one store; no step takes the documents that are `left_out`, bool `[documents]`.
+    `make_sampler` makes the steps of one store; no step takes the documents that are `left_out`,
+    bool `[documents]`.
 
     Attributes:
         samplers: one sampler per store, with one piece per step.
@@ -57,7 +62,11 @@ class Mixture:
     """
 
     def __init__(
-        self, store: Store, make_sampler: Callable[..., Sampler], left_out: npt.NDArray[np.bool_], global_tokens: int
+        self,
+        store: Store,
+        make_sampler: Callable[..., Sampler],
+        left_out: npt.NDArray[np.bool_],
+        global_tokens: int,
     ) -> None:
         def make(source: Source) -> Sampler:
             others = np.ones(len(store), np.bool_)
@@ -81,25 +90,33 @@ class Mixture:
         for source, sampler, share in zip(store.sources, self.samplers, self.shares, strict=True):
             if share * global_tokens > MOST_EPOCHS * sampler.tokens:
                 raise SamplerError(
-                    f"store {source.path} has {sampler.tokens:,} tokens and a share of {share:.2%}: a step of "
-                    f"{global_tokens:,} tokens would read them more than {MOST_EPOCHS} times; lower its weight or "
+                    f"store {source.path} has {sampler.tokens:,} tokens and a share of "
+                    f"{share:.2%}: a step of "
+                    f"{global_tokens:,} tokens would read them more than {MOST_EPOCHS} times; "
+                    "lower its weight or "
                     "batch.global_tokens, or prepare more text"
                 )
 
     def lines(self, tokens: int) -> list[str]:
-        """Returns one line per store: its size, its share, and its epochs in `tokens` tokens of the mix, which steps exceed."""
+        """Returns one line per store: its size, its share, and its epochs in `tokens` tokens of the
+        mix, which steps exceed."""
         return [
-            f"{source.path}: {len(source.documents):,} documents, {sampler.tokens:,} tokens to train on, {share:.2%} of the "
+            f"{source.path}: {len(source.documents):,} documents, {sampler.tokens:,} tokens to "
+            f"train on, {share:.2%} of the "
             f"mix: at least {share * tokens / sampler.tokens:.3g} epochs"
             for source, sampler, share in zip(self.sources, self.samplers, self.shares, strict=True)
         ]
 
     def step(self, cursor: tuple[Place, ...]) -> tuple[tuple[Piece, ...], tuple[Place, ...]]:
-        """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""
+        """Returns the pieces of the step that begins at `cursor`, and the cursor of the next
+        step."""
         places, pieces, tokens = list(cursor), list[Piece](), 0
         while tokens < self._global_tokens:
             total = sum(taken for _, taken in places)
-            next_one = max(range(len(places)), key=lambda number: self.shares[number] * total - places[number][1])
+            next_one = max(
+                range(len(places)),
+                key=lambda number: self.shares[number] * total - places[number][1],
+            )
             place, taken = places[next_one]
             new_pieces, place = self.samplers[next_one].step(place)
             added = sum(piece.length for piece in new_pieces)
@@ -109,21 +126,29 @@ class Mixture:
         return tuple(pieces), tuple(places)
 
     def state(self, cursor: tuple[Place, ...]) -> dict[str, Any]:
-        """Returns a cursor as plain JSON data: the entries of `Sampler.state` as lists over stores, and the tokens taken."""
-        states = [sampler.state(place) for sampler, (place, _) in zip(self.samplers, cursor, strict=True)]
+        """Returns a cursor as plain JSON data: the entries of `Sampler.state` as lists over stores,
+        and the tokens taken."""
+        states = [
+            sampler.state(place) for sampler, (place, _) in zip(self.samplers, cursor, strict=True)
+        ]
         columns = {key: [state[key] for state in states] for key in states[0]}
         return {**columns, "taken": [taken for _, taken in cursor]}
 
     def cursor(self, state: dict[str, Any]) -> tuple[Place, ...]:
         return tuple(zip(map(int, state["cursor"]), map(int, state["taken"]), strict=True))
 
-    def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> tuple[Place, ...]:
-        """Returns the cursor that continues each store at its entry of `cursors`, or if that is None, begins its epoch.
+    def resume_cursor(
+        self, cursors: Sequence[int | None], epochs: Sequence[int]
+    ) -> tuple[Place, ...]:
+        """Returns the cursor that continues each store at its entry of `cursors`, or if that is
+        None, begins its epoch.
 
         Shares count from there.
         """
         places = zip(self.samplers, cursors, epochs, strict=True)
-        return tuple((sampler.resume_cursor([place], [epoch]), 0) for sampler, place, epoch in places)
+        return tuple(
+            (sampler.resume_cursor([place], [epoch]), 0) for sampler, place, epoch in places
+        )
 
 
 Steps = Sampler | Mixture

@@ -1,9 +1,12 @@
-"""Sampler: chooses the documents of each step as a function of one integer cursor, independent of the number of ranks.
+"""Sampler: chooses the documents of each step as a function of one integer cursor, independent of
+the number of ranks.
 
-Documents longer than `max_length` are split into pieces, dropped, refused or cut; a piece is trained as a document of its own,
-and those without a target are left out. Every epoch has its own permutation of all P pieces, given by the seed. The cursor is
-the number of pieces taken: the next piece is number `cursor mod P` in the permutation of epoch `cursor div P`. A step takes
-whole pieces until they have at least `global_tokens` tokens, so the cursor is all that is needed to repeat it on any ranks.
+Documents longer than `max_length` are split into pieces, dropped, refused or cut; a piece is
+trained as a document of its own, and those without a target are left out. Every epoch has its own
+permutation of all P pieces, given by the seed. The cursor is the number of pieces taken: the next
+piece is number `cursor mod P` in the permutation of epoch `cursor div P`. A step takes whole pieces
+until they have at least `global_tokens` tokens, so the cursor is all that is needed to repeat it on
+any ranks.
 """
 
 import hashlib
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 LONG_DOCUMENTS = ("split", "drop", "error", *TRUNCATED)
 LARGEST_SEED = (1 << 32) - 1
 MOST_EPOCHS = 1024
-"""Maximum number of epochs in one step; more are a mistake in the settings, and would take too long to draw."""
+"""Maximum number of epochs in one step; more are a mistake in the settings, and would take too long
+to draw."""
 MOST_PIECES = 1 << 17
 """Maximum number of documents in one step, on average."""
 
@@ -37,7 +41,8 @@ class SamplerError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens start … stop - 1 of a document of the store, as a training document of its own, in one epoch."""
+    """Tokens start … stop - 1 of a document of the store, as a training document of its own, in one
+    epoch."""
 
     document: int
     start: int
@@ -50,34 +55,48 @@ class Piece:
 
 
 def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
-    """Returns which documents are held out for evaluation, bool `[documents]`: about `share` of them, by a hash of their names.
+    """Returns which documents are held out for evaluation, bool `[documents]`: about `share` of
+    them, by a hash of their names.
 
-    A document stays on its side when others are added or removed. Documents with equal names are on the same side.
+    A document stays on its side when others are added or removed. Documents with equal names are on
+    the same side.
     """
     below = int(share * 2**64)
-    return np.fromiter((int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names), np.bool_)
+    return np.fromiter(
+        (int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names),
+        np.bool_,
+    )
 
 
-def _check_settings(global_tokens: int, seed: int, max_length: int, long_documents: str | None) -> None:
+def _check_settings(
+    global_tokens: int, seed: int, max_length: int, long_documents: str | None
+) -> None:
     if global_tokens < 1 or max_length < 1:
-        raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
+        raise SamplerError(
+            f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1"
+        )
     if not 0 <= seed <= LARGEST_SEED:
         raise SamplerError(f"seed is {seed}: it must be from 0 to {LARGEST_SEED}")
     if long_documents is not None and long_documents not in LONG_DOCUMENTS:
-        raise SamplerError(f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}")
+        raise SamplerError(
+            f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}"
+        )
 
 
 def _check_step(global_tokens: int, tokens: int, pieces: int) -> None:
     """Raises SamplerError if a step has too many tokens for `pieces` pieces of `tokens` tokens."""
     if global_tokens > MOST_EPOCHS * tokens:
         raise SamplerError(
-            f"global_tokens is {global_tokens:,}: a step would read all {tokens:,} tokens of the store more than "
+            f"global_tokens is {global_tokens:,}: a step would read all {tokens:,} tokens of the "
+            "store more than "
             f"{MOST_EPOCHS} times; lower batch.global_tokens, or prepare more text"
         )
     if global_tokens > MOST_PIECES * (tokens / pieces):
         raise SamplerError(
-            f"global_tokens is {global_tokens:,}: with {tokens / pieces:,.0f} tokens per document, a step would have "
-            f"more than {MOST_PIECES:,} of them; lower batch.global_tokens, or raise data.max_length"
+            f"global_tokens is {global_tokens:,}: with {tokens / pieces:,.0f} tokens per document, "
+            "a step would have "
+            f"more than {MOST_PIECES:,} of them; lower batch.global_tokens, or raise "
+            "data.max_length"
         )
 
 
@@ -94,8 +113,10 @@ def _refuse(
     if refused.any():
         longest = int(np.where(refused, lengths, 0).argmax())
         raise SamplerError(
-            f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {int(refused.sum())} of {int(among.sum())} "
-            f"{what} have more than the {max_length:,} that fit: set data.long_documents to {ways}, raise data.max_length, "
+            f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {int(refused.sum())} "
+            f"of {int(among.sum())} "
+            f"{what} have more than the {max_length:,} that fit: set data.long_documents to "
+            f"{ways}, raise data.max_length, "
             "or use more ranks or more batch.tokens_per_rank"
         )
 
@@ -104,17 +125,19 @@ class Sampler:
     """Steps over documents.
 
     Args:
-        documents: a store, of which pieces without a target are left out; or tokens per document alone, int64 `[documents]`.
-        global_tokens: minimum number of tokens per step.
-        long_documents: treatment of longer documents: split, drop, error, truncate_left (keeps the end) or truncate_right.
-            None: error for those of a store that are partly trained, as conversations are, split for the others.
+        documents: a store, of which pieces without a target are left out; or tokens per document
+        alone, int64 `[documents]`. global_tokens: minimum number of tokens per step.
+        long_documents: treatment of longer documents: split, drop, error, truncate_left (keeps the
+        end) or truncate_right.
+            None: error for those of a store that are partly trained, as conversations are, split
+            for the others.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
         stream: numbers added to the seed, so that the orders of several stores are independent.
 
     Attributes:
-        pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of the longest piece.
-        long: number of documents longer than `max_length`.
-        dropped: number of documents that `drop` leaves out of every epoch.
+        pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of
+        the longest piece. long: number of documents longer than `max_length`. dropped: number of
+        documents that `drop` leaves out of every epoch.
 
     Raises SamplerError for a long document under `error`, and if no document is left.
     """
@@ -143,16 +166,29 @@ class Sampler:
         if long_documents == "error":
             _refuse(is_long, taken, "documents", "split or drop", lengths, max_length, name)
         if long_documents is None:
-            what, ways = "conversations, or other documents with tokens without loss,", "drop, truncate_left (keeps the end), "
-            _refuse(is_long & conversations, conversations, what, ways + "truncate_right or split", lengths, max_length, name)
+            what, ways = (
+                "conversations, or other documents with tokens without loss,",
+                "drop, truncate_left (keeps the end), ",
+            )
+            _refuse(
+                is_long & conversations,
+                conversations,
+                what,
+                ways + "truncate_right or split",
+                lengths,
+                max_length,
+                name,
+            )
         kept = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
         self.dropped = int(taken.sum()) - len(kept)
         if not len(kept):
             raise SamplerError(
-                f"no document is left: all {self.dropped} have more than {max_length:,} tokens and long_documents is drop; "
+                f"no document is left: all {self.dropped} have more than {max_length:,} tokens and "
+                "long_documents is drop; "
                 "set data.long_documents to split, or raise data.max_length"
                 if self.dropped
-                else "there are no documents to train on: give a store with more documents, or lower data.held_out"
+                else "there are no documents to train on: give a store with more documents, or "
+                "lower data.held_out"
             )
         cut = long_documents in TRUNCATED
         counts = np.ones_like(kept) if cut else -(-lengths[kept] // max_length)
@@ -176,12 +212,16 @@ class Sampler:
         """Leaves out the pieces without a target."""
         if not has_target.any():
             raise SamplerError(
-                f"none of the {len(has_target):,} documents has a token to train on: give a store with other documents"
+                f"none of the {len(has_target):,} documents has a token to train on: give a store "
+                "with other documents"
             )
-        self._document, self._start, self._stop = (each[has_target] for each in (self._document, self._start, self._stop))
+        self._document, self._start, self._stop = (
+            each[has_target] for each in (self._document, self._start, self._stop)
+        )
 
     def step(self, cursor: int) -> tuple[tuple[Piece, ...], int]:
-        """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""
+        """Returns the pieces of the step that begins at `cursor`, and the cursor of the next
+        step."""
         pieces: list[Piece] = []
         tokens = 0
         while tokens < self._global_tokens:
@@ -196,14 +236,16 @@ class Sampler:
         return tuple(Piece(*span) for span in spans)
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece."""
+        """Returns a cursor as plain JSON data, with its epoch and the length of the longest
+        piece."""
         return {"cursor": cursor, "epoch": cursor // self.pieces, "longest": self.longest}
 
     def cursor(self, state: dict[str, Any]) -> int:
         return int(state["cursor"])
 
     def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> int:
-        """Returns the only entry of `cursors`, or if that is None, the first cursor of the only epoch in `epochs`."""
+        """Returns the only entry of `cursors`, or if that is None, the first cursor of the only
+        epoch in `epochs`."""
         (cursor,), (epoch,) = cursors, epochs
         return epoch * self.pieces if cursor is None else cursor
 
@@ -212,9 +254,12 @@ class Sampler:
         if self._order[0] != epoch:
             self._order = (epoch, self._permutation(epoch))
         piece = self._order[1][place]
-        return Piece(int(self._document[piece]), int(self._start[piece]), int(self._stop[piece]), epoch)
+        return Piece(
+            int(self._document[piece]), int(self._start[piece]), int(self._stop[piece]), epoch
+        )
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        # RandomState, because NumPy promises never to change its streams (NEP 19); those of Generator may change.
+        # RandomState, because NumPy promises never to change its streams (NEP 19); those of
+        # Generator may change.
         random = np.random.RandomState([self._seed, epoch, *self._stream])
         return random.permutation(self.pieces).astype(np.int64)

@@ -1,11 +1,13 @@
-"""Merging: sequences with common prefixes become trees, whose shared tokens are read and computed once.
+"""Merging: sequences with common prefixes become trees, whose shared tokens are read and computed
+once.
 
     merged = merge_prefixes(sequences, labels, most_tokens=ranks * tokens_per_rank)
     plan = make_plan(merged.lengths, trees=merged.trees, ranks=ranks, ..)
     micro_batches, targets = pack_merged(plan, rank, merged)
 
-Rows are shared while tokens and what they predict are equal. So every row has one label, and where completions differ, the last
-token of their prompt is a row of each, whose loss would be lost otherwise. The loss of a row counts for all its sequences.
+Rows are shared while tokens and what they predict are equal. So every row has one label, and where
+completions differ, the last token of their prompt is a row of each, whose loss would be lost
+otherwise. The loss of a row counts for all its sequences.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +20,23 @@ import numpy.typing as npt
 
 from longctx.arguments import checked, kind, only, or_none, real, sequence_of, token_ids, whole
 from longctx.data import IGNORED_LABEL
-from longctx.data.packing import RULES, Ids, MicroBatch, PackingError, Tokens, pack_documents, with_weights
+from longctx.data.packing import (
+    RULES,
+    Ids,
+    MicroBatch,
+    PackingError,
+    Tokens,
+    pack_documents,
+    with_weights,
+)
 from longctx.planning.plan import Plan
 from longctx.planning.tree import ROOT, Tree, is_too_large
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Documents of a step that sequences were merged to, some of them trees; arrays are int64 [tokens] if not said otherwise.
+    """Documents of a step that sequences were merged to, some of them trees; arrays are int64
+    [tokens] if not said otherwise.
 
     Attributes:
         tokens: token ids of every document.
@@ -47,8 +58,14 @@ class Merged:
 
     @property
     def target_weight(self) -> float:
-        """Sum of the weights of all rows with a label: without weights of sequences, the number of their targets."""
-        return float(sum(w[label != IGNORED_LABEL].sum() for label, w in zip(self.labels, self.weights, strict=True)))
+        """Sum of the weights of all rows with a label: without weights of sequences, the number of
+        their targets."""
+        return float(
+            sum(
+                w[label != IGNORED_LABEL].sum()
+                for label, w in zip(self.labels, self.weights, strict=True)
+            )
+        )
 
 
 @checked(
@@ -70,13 +87,16 @@ def merge_prefixes(
     """Merges sequences that begin alike.
 
     Args:
-        sequences: token ids `[tokens]` of each, at least one.
-        labels: as long as the sequences and NOT shifted, -100 where a token is not a target; None: the sequences.
-        most_tokens: maximum number of tokens of a tree, such as those that all ranks hold in a micro-batch. Sequences that
+        sequences: token ids `[tokens]` of each, at least one. labels: as long as the sequences and
+        NOT shifted, -100 where a token is not a target; None: the sequences. most_tokens: maximum
+        number of tokens of a tree, such as those that all ranks hold in a micro-batch. Sequences
+        that
             would be more become several trees. None: any number.
-        tokens_per_rank: tokens that a rank holds in a micro-batch, beyond which trees are only as large as is worth it, see
+        tokens_per_rank: tokens that a rank holds in a micro-batch, beyond which trees are only as
+        large as is worth it, see
             `is_too_large`. None: as large as they may be.
-        least_shared: number of first rows that sequences must share to be merged. Each tree is in one micro-batch, so plans
+        least_shared: number of first rows that sequences must share to be merged. Each tree is in
+        one micro-batch, so plans
             with fewer, larger documents have less freedom.
         weights: weight of each sequence in the loss; None: 1 for all.
 
@@ -86,23 +106,34 @@ def merge_prefixes(
     of_sequences = np.ones(len(keys)) if weights is None else np.asarray(weights, np.float64)
     if of_sequences.shape != (len(keys),):
         raise PackingError(
-            f"there are {len(keys)} sequences, but weights of shape {list(of_sequences.shape)}: give one for each"
+            f"there are {len(keys)} sequences, but weights of shape {list(of_sequences.shape)}: "
+            "give one for each"
         )
     paths: list[list[Ids]] = [[] for _ in keys]
     of_sequence = [0] * len(keys)
     documents, of_rows, trees = [], [], {}
-    for document, part in enumerate(_parts(keys, most_tokens, tokens_per_rank, max(1, least_shared))):
+    for document, part in enumerate(
+        _parts(keys, most_tokens, tokens_per_rank, max(1, least_shared))
+    ):
         nodes = list(_nodes(part, keys))
-        tree = Tree(tuple(node.stop - node.start for node in nodes), tuple(node.parent for node in nodes))
+        tree = Tree(
+            tuple(node.stop - node.start for node in nodes), tuple(node.parent for node in nodes)
+        )
         if len(nodes) > 1:
             trees[document] = tree
-        documents.append(np.concatenate([keys[node.sequences[0]][node.start : node.stop] for node in nodes]))
-        of_rows.append(np.repeat([of_sequences[node.sequences].sum() for node in nodes], tree.lengths))
+        documents.append(
+            np.concatenate([keys[node.sequences[0]][node.start : node.stop] for node in nodes])
+        )
+        of_rows.append(
+            np.repeat([of_sequences[node.sequences].sum() for node in nodes], tree.lengths)
+        )
         for node, place in zip(nodes, tree.nodes, strict=True):
             for sequence in node.sequences:
                 of_sequence[sequence] = document
                 paths[sequence].append(np.arange(place.start, place.stop))
-    tokens, shifted = (tuple(np.ascontiguousarray(each[:, column]) for each in documents) for column in (0, 1))
+    tokens, shifted = (
+        tuple(np.ascontiguousarray(each[:, column]) for each in documents) for column in (0, 1)
+    )
     rows = zip(of_sequence, map(np.concatenate, paths), strict=True)
     return Merged(tokens, shifted, tuple(of_rows), trees, tuple(rows))
 
@@ -112,39 +143,60 @@ def merge_prefixes(
     **only("plan", "rank", "pad_to_multiple_of", of=RULES),
     merged=kind("what merge_prefixes returns", Merged),
 )
-def pack_merged(plan: Plan, rank: int, merged: Merged, *, pad_to_multiple_of: int = 1) -> tuple[list[MicroBatch], float]:
-    """Returns a rank's share of every micro-batch of a step, and the sum of the weights of all targets of the step.
+def pack_merged(
+    plan: Plan, rank: int, merged: Merged, *, pad_to_multiple_of: int = 1
+) -> tuple[list[MicroBatch], float]:
+    """Returns a rank's share of every micro-batch of a step, and the sum of the weights of all
+    targets of the step.
 
-    The loss is the sum of weight · -log p over all rows, divided by that sum: what it is without merging. Arguments otherwise
-    as in `pack_documents`; `plan` is made from `merged.lengths` and `merged.trees`.
+    The loss is the sum of weight · -log p over all rows, divided by that sum: what it is without
+    merging. Arguments otherwise as in `pack_documents`; `plan` is made from `merged.lengths` and
+    `merged.trees`.
     """
     documents = merged.tokens, merged.labels
-    packed, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)
-    weighed = [with_weights(batch, lambda document, *span: merged.weights[document][slice(*span)]) for batch in packed]
+    packed, _ = pack_documents(
+        plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False
+    )
+    weighed = [
+        with_weights(batch, lambda document, *span: merged.weights[document][slice(*span)])
+        for batch in packed
+    ]
     return weighed, merged.target_weight
 
 
 def _keys(sequences: Sequence[Tokens], labels: Sequence[Tokens] | None) -> list[Ids]:
     """Returns token and shifted label of every row of each sequence, [tokens, 2]."""
     tokens = token_ids("sequences", sequences, PackingError)
-    targets = tokens if labels is None else token_ids("labels", labels, PackingError, ignored=IGNORED_LABEL)
+    targets = (
+        tokens
+        if labels is None
+        else token_ids("labels", labels, PackingError, ignored=IGNORED_LABEL)
+    )
     if len(targets) != len(tokens):
-        raise PackingError(f"there are {len(tokens)} sequences, but {len(targets)} labels: give one of each")
+        raise PackingError(
+            f"there are {len(tokens)} sequences, but {len(targets)} labels: give one of each"
+        )
     for number, (ids, label) in enumerate(zip(tokens, targets, strict=True)):
         if ids.ndim != 1 or not len(ids) or label.shape != ids.shape:
             raise PackingError(
-                f"sequence {number} has tokens of shape {list(ids.shape)} and labels of {list(label.shape)}: give one axis of "
+                f"sequence {number} has tokens of shape {list(ids.shape)} and labels of "
+                f"{list(label.shape)}: give one axis of "
                 "at least one token, and as many labels"
             )
-    return [np.stack([ids, np.append(label[1:], IGNORED_LABEL)], axis=1) for ids, label in zip(tokens, targets, strict=True)]
+    return [
+        np.stack([ids, np.append(label[1:], IGNORED_LABEL)], axis=1)
+        for ids, label in zip(tokens, targets, strict=True)
+    ]
 
 
 def _parts(
     keys: Sequence[Ids], most_tokens: int | None, tokens_per_rank: int | None, least_shared: int
 ) -> list[list[tuple[int, int]]]:
-    """Returns the sequences of each tree, as many as it may have; trees in the order of their first sequences.
+    """Returns the sequences of each tree, as many as it may have; trees in the order of their first
+    sequences.
 
-    Sequences that begin alike are neighbours, each with the number of first rows that it shares with the one before.
+    Sequences that begin alike are neighbours, each with the number of first rows that it shares
+    with the one before.
     """
     parts: list[list[tuple[int, int]]] = []
     size, total, before = 0, 0, -1
@@ -152,7 +204,9 @@ def _parts(
         key = keys[number]
         shared = _shared(keys[before], key) if parts else 0
         size, total, before = size + len(key) - shared, total + len(key), number
-        if shared < least_shared or is_too_large(size, total, len(parts[-1]) + 1, most_tokens, tokens_per_rank):
+        if shared < least_shared or is_too_large(
+            size, total, len(parts[-1]) + 1, most_tokens, tokens_per_rank
+        ):
             size, total, shared = len(key), len(key), 0
             parts.append([])
         parts[-1].append((number, shared))
@@ -182,7 +236,9 @@ def _nodes(part: list[tuple[int, int]], keys: Sequence[Ids]) -> Iterator[_Node]:
     """
     sequences, shared = map(list, zip(*part, strict=True))
     lengths = [len(keys[sequence]) for sequence in sequences]
-    upto = np.cumsum([0, *(length - common for length, common in zip(lengths, shared, strict=True))]).tolist()
+    upto = np.cumsum(
+        [0, *(length - common for length, common in zip(lengths, shared, strict=True))]
+    ).tolist()
     todo = [(ROOT, 0, len(sequences), 0)]
     number = 0
     while todo:

@@ -20,12 +20,18 @@ ROOT = DOCS.parent
 def on_files(files: Files, config: Any) -> Files:
     """Adds the linked files, and the index of every linked folder."""
     linked = {
-        _target(page.src_uri, link) for page in files.documentation_pages() for link, _ in LINK.findall(page.content_string)
+        _target(page.src_uri, link)
+        for page in files.documentation_pages()
+        for link, _ in LINK.findall(page.content_string)
     }
     for path in sorted(path for path in linked if path is not None):
         if path.is_dir():
             files.append(
-                File.generated(config, _place(path), content="\n".join(sorted(child.name for child in path.iterdir())))
+                File.generated(
+                    config,
+                    _place(path),
+                    content="\n".join(sorted(child.name for child in path.iterdir())),
+                )
             )
         else:
             files.append(File.generated(config, _place(path), content=path.read_bytes()))
@@ -35,7 +41,11 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     def replaced(link: re.Match[str]) -> str:
         path = _target(page.file.src_uri, link[1])
-        return link[0] if path is None else os.path.relpath(DOCS / _place(path), DOCS / Path(page.file.src_uri).parent)
+        return (
+            link[0]
+            if path is None
+            else os.path.relpath(DOCS / _place(path), DOCS / Path(page.file.src_uri).parent)
+        )
 
     return LINK.sub(replaced, markdown)
 
@@ -48,4 +58,6 @@ def _target(page: str, link: str) -> Path | None:
 
 def _place(path: Path) -> str:
     name = path.relative_to(ROOT)
-    return f"repository/{name}" + (".txt" if path.is_dir() or path.suffix == ".md" or path.suffix == "" else "")
+    return f"repository/{name}" + (
+        ".txt" if path.is_dir() or path.suffix == ".md" or path.suffix == "" else ""
+    )

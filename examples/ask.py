@@ -1,4 +1,5 @@
-"""Answers a message by a checkpoint, with transformers: python examples/ask.py MODEL "What is a ring?", or standard input."""
+"""Answers a message by a checkpoint, with transformers: python examples/ask.py MODEL "What is a
+ring?", or standard input."""
 
 import sys
 

@@ -54,14 +54,19 @@ def with_accelerate(probe: Probe) -> Step:
         wrapped = accelerator.prepare(model)
         for number, batch in enumerate(mine):
             labels = batch.pop("labels")
-            with accelerator.accumulate(wrapped) if number == len(mine) - 1 else accelerator.no_sync(wrapped):
+            with (
+                accelerator.accumulate(wrapped)
+                if number == len(mine) - 1
+                else accelerator.no_sync(wrapped)
+            ):
                 logits = wrapped(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
                 loss = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / targets
                 accelerator.backward(loss * ranks)  # DDP takes the mean over ranks
         return seen.step()
 
 
-# --- like torchtitan: a model of its own, FSDP2, rows of a fixed length that are cut from a stream of documents
+# --- like torchtitan: a model of its own, FSDP2, rows of a fixed length that are cut from a stream
+# of documents
 
 
 class Block(nn.Module):
@@ -69,16 +74,30 @@ class Block(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        size, heads, keys, width = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.wq, self.wk, self.wv = (nn.Linear(size, count * width, bias=False) for count in (heads, keys, keys))
+        size, heads, keys, width = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.wq, self.wk, self.wv = (
+            nn.Linear(size, count * width, bias=False) for count in (heads, keys, keys)
+        )
         self.wo = nn.Linear(heads * width, size, bias=False)
-        self.w1, self.w2, self.w3 = (nn.Linear(*pair, bias=False) for pair in _mlp(size, config.intermediate_size))
-        self.attention_norm, self.ffn_norm = (nn.RMSNorm(size, eps=config.rms_norm_eps) for _ in range(2))
+        self.w1, self.w2, self.w3 = (
+            nn.Linear(*pair, bias=False) for pair in _mlp(size, config.intermediate_size)
+        )
+        self.attention_norm, self.ffn_norm = (
+            nn.RMSNorm(size, eps=config.rms_norm_eps) for _ in range(2)
+        )
         self.width = width
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         normed = self.attention_norm(x)
-        q, k, v = (weight(normed).unflatten(-1, (-1, self.width)).transpose(1, 2) for weight in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            weight(normed).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for weight in (self.wq, self.wk, self.wv)
+        )
         q, k = (_rotated(each, rotation) for each in (q, k))
         seen = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         x = x + self.wo(seen.transpose(1, 2).flatten(2))
@@ -100,12 +119,16 @@ class Titan(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(n): Block(config) for n in range(config.num_hidden_layers)})
+        self.layers = nn.ModuleDict(
+            {str(n): Block(config) for n in range(config.num_hidden_layers)}
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.theta, self.width = config.rope_parameters["rope_theta"], config.head_dim
 
-    def forward(self, ids: torch.Tensor, documents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, documents: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         powers = torch.arange(0, self.width, 2) / self.width
         rotation = positions[..., None] / self.theta**powers
         same = documents[:, None, :, None] == documents[:, None, None, :]
@@ -131,11 +154,14 @@ def theirs(name: str) -> str:
 
 
 def stream(probe: Probe, length: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields ids, labels, documents and positions of rows with whole documents, filled up with documents of padding."""
+    """Yields ids, labels, documents and positions of rows with whole documents, filled up with
+    documents of padding."""
     rows: list[list[tuple[int, int, int, int]]] = [[]]
     for number, row in enumerate(probe.rows):
         labels = [*row["labels"][1:], IGNORED]
-        tokens = list(zip(row["input_ids"], labels, [number] * len(labels), range(len(labels)), strict=True))
+        tokens = list(
+            zip(row["input_ids"], labels, [number] * len(labels), range(len(labels)), strict=True)
+        )
         if len(rows[-1]) + len(tokens) > length:
             rows.append([])
         rows[-1] += tokens
@@ -157,35 +183,53 @@ def like_torchtitan(probe: Probe) -> Step:
         for part in (*ours.layers.values(), ours):
             fully_shard(part, mesh=mesh)
     rows = list(stream(probe, max(128, *probe.lengths)))
-    rows += [tuple(torch.full_like(column, IGNORED if n == 1 else 0) for n, column in enumerate(rows[0]))] * (
-        -len(rows) % ranks
-    )
+    rows += [
+        tuple(torch.full_like(column, IGNORED if n == 1 else 0) for n, column in enumerate(rows[0]))
+    ] * (-len(rows) % ranks)
     targets, calls = sum(int((row[1] != IGNORED).sum()) for row in rows), []
     for ids, labels, documents, positions in rows[rank::ranks]:
         logits = ours(ids, documents, positions)
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum") / targets
+        loss = (
+            cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            / targets
+        )
         (loss * ranks).backward()  # FSDP2 takes the mean over ranks
         calls.append(ids)
-    gradients = {theirs(name): whole(weight.grad) for name, weight in ours.named_parameters() if weight.grad is not None}
+    gradients = {
+        theirs(name): whole(weight.grad)
+        for name, weight in ours.named_parameters()
+        if weight.grad is not None
+    }
     return Step(reference, gradients, calls)
 
 
-# --- like Megatron: sums of losses and numbers of targets over micro-batches, gradients in buffers of their own, one all-reduce
+# --- like Megatron: sums of losses and numbers of targets over micro-batches, gradients in buffers
+# of their own, one all-reduce
 
 
 def like_megatron(probe: Probe) -> Step:
     (rank, ranks), model = group(), probe.model("llama")
-    buffers = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in model.parameters()}
+    buffers = {
+        weight: torch.zeros_like(weight, dtype=torch.float32) for weight in model.parameters()
+    }
     targets = torch.zeros((), dtype=torch.int64)
     with record(model) as seen:
-        for rows in (probe.rows[n :: probe.micro_batches][rank::ranks] for n in range(probe.micro_batches)):
+        for rows in (
+            probe.rows[n :: probe.micro_batches][rank::ranks] for n in range(probe.micro_batches)
+        ):
             if not rows:
                 continue
             batch = padded(probe, rows)
             labels = batch["labels"][:, 1:]
             loss_mask = (labels != IGNORED).float()
-            logits = model(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]
-            losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
+            logits = model(
+                batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+            ).logits[:, :-1]
+            losses = cross_entropy(
+                logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED
+            )
             (losses * loss_mask).sum().backward()
             targets += loss_mask.sum().long()
             for weight, main_grad in buffers.items():

@@ -1,4 +1,5 @@
-"""What `longctx check-step` says of transformers' padding-free collator, with a model that does not keep documents apart in it:
+"""What `longctx check-step` says of transformers' padding-free collator, with a model that does not
+keep documents apart in it:
 
 longctx check-step examples/check_step.py
 """
@@ -13,5 +14,7 @@ from longctx.check.trainer import arguments
 
 def make(probe: Probe) -> Any:
     """Returns the trainer to check, on the documents of a probe."""
-    args = TrainingArguments(**arguments(per_device_train_batch_size=12, gradient_accumulation_steps=probe.micro_batches))
+    args = TrainingArguments(
+        **arguments(per_device_train_batch_size=12, gradient_accumulation_steps=probe.micro_batches)
+    )
     return Trainer(probe.model("gpt_oss"), args, DataCollatorWithFlattening(), probe.rows)

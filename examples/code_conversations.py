@@ -1,9 +1,11 @@
-"""Writes long conversations about source code as JSONL: a file of the standard library, a question, and its answer.
+"""Writes long conversations about source code as JSONL: a file of the standard library, a question,
+and its answer.
 
     python examples/code_conversations.py data/conversations
 
-writes train.jsonl and held_out.jsonl with conversations of about 200 to 8,000 tokens, many short and few long, as in real
-chats. The assistant lists the definitions of a module, with the first line of each docstring.
+writes train.jsonl and held_out.jsonl with conversations of about 200 to 8,000 tokens, many short
+and few long, as in real chats. The assistant lists the definitions of a module, with the first line
+of each docstring.
 """
 
 import argparse
@@ -14,7 +16,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-QUESTION = "List the public classes and functions of this module, each with the first line of its docstring."
+QUESTION = (
+    "List the public classes and functions of this module, each with the first line of its "
+    "docstring."
+)
 SMALLEST, LARGEST = 400, 26_000
 """Limits on the size of a file in bytes."""
 HELD_OUT = 8
@@ -24,10 +29,21 @@ HELD_OUT = 8
 def conversations() -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Yields the name and conversation of every suitable module, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    left_out = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "__pycache__",
+    }
     for file in sorted(root.rglob("*.py")):
         name = file.relative_to(root).as_posix()
-        if left_out.isdisjoint(file.relative_to(root).parts) and SMALLEST <= file.stat().st_size <= LARGEST:
+        if (
+            left_out.isdisjoint(file.relative_to(root).parts)
+            and SMALLEST <= file.stat().st_size <= LARGEST
+        ):
             source = file.read_text("utf-8", errors="replace")
             if answer := _answer(source):
                 asked = {"role": "user", "content": question(name, source)}
@@ -54,10 +70,14 @@ def _answer(source: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write conversations about the standard library's source code")
+    parser = argparse.ArgumentParser(
+        description="Write conversations about the standard library's source code"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("out", type=Path, nargs="?", help="folder of train.jsonl and held_out.jsonl")
-    what.add_argument("--ask", type=Path, metavar="FILE", help="only print the question about this file")
+    what.add_argument(
+        "--ask", type=Path, metavar="FILE", help="only print the question about this file"
+    )
     arguments = parser.parse_args()
     if arguments.ask is not None:
         print(question(arguments.ask.name, arguments.ask.read_text("utf-8")))

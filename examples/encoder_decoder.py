@@ -1,10 +1,12 @@
-"""Trains an encoder-decoder of transformers on packed documents, sources and targets each split over several processes.
+"""Trains an encoder-decoder of transformers on packed documents, sources and targets each split
+over several processes.
 
     torchrun --standalone --nproc-per-node 2 examples/encoder_decoder.py
 
-Runs in less than a minute on two CPU cores; needs `pip install '.[huggingface]'`. The model is a small T5Gemma with
-random weights, so nothing is downloaded. It learns to continue a text: the source is the first two thirds of a document, the
-target the rest. Loss and gradients equal those of a single process that runs the documents one by one with plain attention.
+Runs in less than a minute on two CPU cores; needs `pip install '.[huggingface]'`. The model is a
+small T5Gemma with random weights, so nothing is downloaded. It learns to continue a text: the
+source is the first two thirds of a document, the target the rest. Loss and gradients equal those of
+a single process that runs the documents one by one with plain attention.
 """
 
 import torch
@@ -23,9 +25,24 @@ START = 2
 
 def build_model() -> PreTrainedModel:
     torch.manual_seed(0)
-    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
-    part = {"vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 128, **size}
-    return T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=part, decoder=part, vocab_size=256))  # or from_pretrained(..)
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+    }
+    part = {
+        "vocab_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": 128,
+        **size,
+    }
+    # Or from_pretrained(..).
+    return T5GemmaForConditionalGeneration(
+        T5GemmaConfig(encoder=part, decoder=part, vocab_size=256)
+    )
 
 
 def read_parts(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -38,8 +55,11 @@ def read_parts(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     )
 
 
-def forward_backward(model: PreTrainedModel, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> tuple[float, Plan]:
-    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
+def forward_backward(
+    model: PreTrainedModel, sources: list[torch.Tensor], targets: list[torch.Tensor]
+) -> tuple[float, Plan]:
+    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on
+    every rank."""
     profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx calibrate`
     lengths = [len(source) + len(target) for source, target in zip(sources, targets, strict=True)]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
@@ -50,13 +70,16 @@ def forward_backward(model: PreTrainedModel, sources: list[torch.Tensor], target
         part.backward()
         loss += part.detach()
     for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
-        dist.all_reduce(tensor)  # sum, not mean: each part is already divided by the labels of the whole step
+        # sum, not mean: each part is already divided by the labels of the whole step.
+        dist.all_reduce(tensor)
     return loss.item(), plan
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    warm_up(None, "cpu")  # connects all ranks, as the first messages may concern only some; on GPUs give the rank's device
+    # Connects all ranks, as the first messages may concern only some; on GPUs give the rank's
+    # device.
+    warm_up(None, "cpu")
     model = build_model()
     prepare(model)  # switches to ring attention; raises an error if this model would not be exact
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

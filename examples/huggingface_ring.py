@@ -1,10 +1,11 @@
-"""Fine-tunes a transformers model on packed documents, each split over the best number of processes.
+"""Fine-tunes a transformers model on packed documents, each split over the best number of
+processes.
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface_ring.py
 
-Runs in less than a minute on two CPU cores; needs `pip install '.[huggingface]'`. The model is a small Qwen3 with random
-weights, so nothing is downloaded. Loss and gradients equal those of a single process that runs the documents one by one with
-plain attention.
+Runs in less than a minute on two CPU cores; needs `pip install '.[huggingface]'`. The model is a
+small Qwen3 with random weights, so nothing is downloaded. Loss and gradients equal those of a
+single process that runs the documents one by one with plain attention.
 """
 
 import torch
@@ -20,12 +21,15 @@ from longctx.hf.attention import model_inputs, prepare
 def build_model() -> PreTrainedModel:
     torch.manual_seed(0)
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    config = AutoConfig.for_model("qwen3", vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **size)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **size
+    )
     return AutoModelForCausalLM.from_config(config)  # or from_pretrained(name, ..)
 
 
 def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, Plan]:
-    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
+    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on
+    every rank."""
     profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx calibrate`
     lengths = [len(document) for document in documents]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
@@ -36,13 +40,16 @@ def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> t
         part.backward()
         loss += part.detach()
     for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
-        dist.all_reduce(tensor)  # sum, not mean: each part is already divided by the targets of the whole step
+        # sum, not mean: each part is already divided by the targets of the whole step.
+        dist.all_reduce(tensor)
     return loss.item(), plan
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    warm_up(None, "cpu")  # connects all ranks, as the first messages may concern only some; on GPUs give the rank's device
+    # Connects all ranks, as the first messages may concern only some; on GPUs give the rank's
+    # device.
+    warm_up(None, "cpu")
     model = build_model()
     prepare(model)  # switches to ring attention; raises an error if this model would not be exact
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,11 +1,13 @@
-"""Shows which logits a token changes when two documents share a row: none of the other document, under any degree.
+"""Shows which logits a token changes when two documents share a row: none of the other document,
+under any degree.
 
     torchrun --standalone --nproc-per-node 2 examples/packed_documents_stay_apart.py
 
-Takes seconds on two CPU cores; needs `pip install '.[trl]'`. Small models with random weights, so nothing is downloaded, run
-documents A and B as they are, with another first token of A, and with another last token of A. Logits that differ by a bit
-are counted. longctx splits both documents over all processes. Then rank 0 runs the same row by transformers alone: with the
-masks that transformers builds, and without them, as accelerate's context parallelism calls a model.
+Takes seconds on two CPU cores; needs `pip install '.[trl]'`. Small models with random weights, so
+nothing is downloaded, run documents A and B as they are, with another first token of A, and with
+another last token of A. Logits that differ by a bit are counted. longctx splits both documents over
+all processes. Then rank 0 runs the same row by transformers alone: with the masks that transformers
+builds, and without them, as accelerate's context parallelism calls a model.
 """
 
 from collections.abc import Callable
@@ -33,13 +35,31 @@ Logits = Callable[[Documents], torch.Tensor]
 def build_model(name: str) -> Any:
     """Returns a model with the same random weights on every rank."""
     torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-    size |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "initializer_range": 0.2, "sliding_window": WINDOW}
-    # All experts take all tokens. If only some did, a new token would change how many rows others share a matrix product with,
-    # and so how others are rounded: in any stack, and without any attention between them.
-    size |= {"num_local_experts": 4, "num_experts_per_tok": 4, "pad_token_id": None, "eos_token_id": None}
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    size |= {
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "sliding_window": WINDOW,
+    }
+    # All experts take all tokens. If only some did, a new token would change how many rows others
+    # share a matrix product with, and so how others are rounded: in any stack, and without any
+    # attention between them.
+    size |= {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 4,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    }
     config = AutoConfig.for_model(name, layer_types=LAYERS[name], **size)
-    return AutoModelForCausalLM.from_config(config).eval()  # sdpa, but of gpt_oss eager, as sdpa has no sinks
+    # sdpa, but of gpt_oss eager, as sdpa has no sinks.
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def reach(name: str) -> int:
@@ -51,13 +71,25 @@ def reach(name: str) -> int:
 def split(model: Any, documents: Documents) -> torch.Tensor:
     """Returns the logits of longctx, [tokens, vocabulary], with every document on all ranks."""
     ranks, profile = dist.get_world_size(), HardwareProfile.load("cpu-2core")
-    plan = make_plan(LENGTHS, ranks=ranks, tokens_per_rank=sum(LENGTHS), profile=profile, mode="static", degree=ranks)
+    plan = make_plan(
+        LENGTHS,
+        ranks=ranks,
+        tokens_per_rank=sum(LENGTHS),
+        profile=profile,
+        mode="static",
+        degree=ranks,
+    )
     assert plan.degrees == {ranks: 2}, plan.degrees
     (batch,), _ = pack_documents(plan, dist.get_rank(), documents)
-    logits, whole = model(**model_inputs(model, batch)).logits[0], torch.zeros(sum(LENGTHS), VOCABULARY)
+    logits, whole = (
+        model(**model_inputs(model, batch)).logits[0],
+        torch.zeros(sum(LENGTHS), VOCABULARY),
+    )
     for shard in batch.layout.shards:
         places = torch.cat([torch.arange(*span) for span in (shard.head, shard.tail)])
-        whole[places + sum(LENGTHS[: shard.document])] = logits[shard.offset : shard.offset + len(places)]
+        whole[places + sum(LENGTHS[: shard.document])] = logits[
+            shard.offset : shard.offset + len(places)
+        ]
     dist.all_reduce(whole)  # every token is on one rank, and zero on the others
     return whole
 
@@ -67,10 +99,13 @@ def whole(model: Any, documents: Documents, **options: Any) -> torch.Tensor:
     return model(input_ids=torch.cat(documents).unsqueeze(0), **options).logits[0]
 
 
-def report(title: str, run: Logits, documents: Documents, expected: torch.Tensor) -> list[list[int]]:
+def report(
+    title: str, run: Logits, documents: Documents, expected: torch.Tensor
+) -> list[list[int]]:
     """Prints which logits change, and how far all are from `expected`, without any change.
 
-    Returns the changed tokens of A and of B for another first token of A, then both for another last one.
+    Returns the changed tokens of A and of B for another first token of A, then both for another
+    last one.
     """
     before, changed = run(documents), []
     for place in (0, -1):
@@ -81,7 +116,11 @@ def report(title: str, run: Logits, documents: Documents, expected: torch.Tensor
     if dist.get_rank() == 0:
         counts = [str(len(tokens) or "none") for tokens in (changed[1], changed[3])]
         error = (before - expected).abs().max().item()
-        print(f"  {title:40}     0 to {max(changed[0]):2}  {counts[0]:>10} {counts[1]:>10} {error:10.0e}", flush=True)
+        print(
+            f"  {title:40}     0 to {max(changed[0]):2}  {counts[0]:>10} {counts[1]:>10} "
+            f"{error:10.0e}",
+            flush=True,
+        )
     return changed
 
 
@@ -94,8 +133,14 @@ def main() -> None:
     packed = {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)}
     trained = {**packed, "use_cache": False}
     say = print if dist.get_rank() == 0 else lambda *words: None
-    say(f"transformers {version('transformers')}, accelerate {version('accelerate')}: what changes in A and B,")
-    say(f"{'of ' + ' and '.join(map(str, LENGTHS)) + ' tokens':42}  A by first  B by first  B by last     off by")
+    say(
+        f"transformers {version('transformers')}, accelerate {version('accelerate')}: what changes "
+        "in A and B,"
+    )
+    say(
+        f"{'of ' + ' and '.join(map(str, LENGTHS)) + ' tokens':42}  A by first  B by first  B by "
+        "last     off by"
+    )
     for name, kinds in LAYERS.items():
         model, plain = build_model(name), build_model(name)
         prepare(model)

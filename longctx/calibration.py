@@ -1,8 +1,10 @@
-"""Measures a hardware profile: the constants of the cost model on this machine, with the trainer's own step.
+"""Measures a hardware profile: the constants of the cost model on this machine, with the trainer's
+own step.
 
-Measured are matrices, launch and optimizer, attention on whole documents of three lengths, and with several ranks the links.
-Overlap, the penalty of splitting and links that these ranks do not have are those of another profile, scaled to the model.
-Work is timed on all ranks at once; as in a training step, the slowest rank counts.
+Measured are matrices, launch and optimizer, attention on whole documents of three lengths, and with
+several ranks the links. Overlap, the penalty of splitting and links that these ranks do not have
+are those of another profile, scaled to the model. Work is timed on all ranks at once; as in a
+training step, the slowest rank counts.
 """
 
 import math
@@ -42,7 +44,8 @@ from longctx.training.run_profile import Described, run_profile
 from longctx.training.trainer import Trainer
 
 LENGTHS = (128, 1024, 8192)
-"""Tokens of the documents that attention is measured on; batch.tokens_per_rank where that is less."""
+"""Tokens of the documents that attention is measured on; batch.tokens_per_rank where that is
+less."""
 DOCUMENTS = 64
 """Maximum number of documents that share a call of attention, and so its fixed cost."""
 REPEATS = 5
@@ -50,16 +53,19 @@ LEAST_TOKENS, SHORTEST_DOCUMENT = 64, 16
 LEAST_BYTES = 1 << 20
 """Minimum size of the largest message; times of smaller messages say little about bandwidth."""
 MESSAGES, PEERS = 5, 7
-"""Number of consecutive messages timed together, and maximum number of peers that a rank exchanges with at once."""
+"""Number of consecutive messages timed together, and maximum number of peers that a rank exchanges
+with at once."""
 BY_MODEL = ("kv_bytes_per_token", "query_share", *BESIDE, "exchange_levels")
 """Constants that follow from model and settings by arithmetic."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured profile: `how` tells what was timed for a constant; the others are `BY_MODEL`, or those of the profile `base`.
+    """A measured profile: `how` tells what was timed for a constant; the others are `BY_MODEL`, or
+    those of the profile `base`.
 
-    `run` has machine and settings of the measurement, `check` a step as predicted by the profile and as measured.
+    `run` has machine and settings of the measurement, `check` a step as predicted by the profile
+    and as measured.
     """
 
     profile: HardwareProfile
@@ -75,10 +81,16 @@ class Measured:
         return others | dict.fromkeys(BY_MODEL, "model and settings") | self.how
 
     def to_yaml(self) -> str:
-        taken = {name: source for name, source in self.sources.items() if name not in (*self.how, *BY_MODEL)}
+        taken = {
+            name: source
+            for name, source in self.sources.items()
+            if name not in (*self.how, *BY_MODEL)
+        }
         measured = {**self.run, "not_measured": taken, "check": self.check}
         content = {"about": self.about, **self.profile.to_dict(), "measured": measured}
-        return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+        return yaml.safe_dump(
+            content, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
+        )
 
 
 def measure_profile(
@@ -90,17 +102,26 @@ def measure_profile(
     local_rank: int,
     tell: Callable[[str], None] = lambda part: None,
 ) -> Measured:
-    """Measures the constants that this machine and number of ranks allow; the others are those of the profile named `base`.
+    """Measures the constants that this machine and number of ranks allow; the others are those of
+    the profile named `base`.
 
-    Collective. `shape` has the size of the vocabulary, `local_rank` is that on the node, `tell` is called before each part. No
-    data is read. Plain rings are measured, without windows. Raises UserError for a token budget that is too small, nodes with
-    different numbers of ranks, or too little memory.
+    Collective. `shape` has the size of the vocabulary, `local_rank` is that on the node, `tell` is
+    called before each part. No data is read. Plain rings are measured, without windows. Raises
+    UserError for a token budget that is too small, nodes with different numbers of ranks, or too
+    little memory.
     """
     tokens = config.batch.tokens_per_rank
     if tokens < LEAST_TOKENS:
-        raise UserError(f"batch.tokens_per_rank is {tokens}: measuring needs at least {LEAST_TOKENS} tokens per rank")
+        raise UserError(
+            f"batch.tokens_per_rank is {tokens}: measuring needs at least {LEAST_TOKENS} tokens "
+            "per rank"
+        )
     config = config.changed({"context.ulysses_degree": 1, "context.profile": base})
-    per_node, described, how = ranks_per_node(mesh, local_rank), _describe(config, mesh, shape), dict[str, str]()
+    per_node, described, how = (
+        ranks_per_node(mesh, local_rank),
+        _describe(config, mesh, shape),
+        dict[str, str](),
+    )
     profile = run_profile(config, mesh.world_size, shape.vocab_size).profile
     profile = replace(profile, kv_bytes_per_token=described.work.kv_bytes)
 
@@ -123,13 +144,20 @@ def measure_profile(
     tell("attention")
     lengths = sorted({min(length, tokens) for length in LENGTHS})
     slope, table = fit_attention({length: _attention_s(run, length) for length in lengths})
-    add(f"documents of {', '.join(map(str, lengths))} tokens", attention_s_per_token2=slope, attention_efficiency=table)
+    add(
+        f"documents of {', '.join(map(str, lengths))} tokens",
+        attention_s_per_token2=slope,
+        attention_efficiency=table,
+    )
     if mesh.ranks > 1:
         tell("exchange")
         row_bytes = run.kv_rows(1).nbytes
         bandwidths, latency_s = _links(run, per_node, row_bytes)
         add("messages to all peers at once", **bandwidths)
-        add("the shortest messages × layers × passes", latency_s=latency_s * described.work.kv_bytes / row_bytes)
+        add(
+            "the shortest messages × layers × passes",
+            latency_s=latency_s * described.work.kv_bytes / row_bytes,
+        )
     tell("a step, to compare with its prediction")
     about = f"{described}, {mesh.ranks} rank{'s' * (mesh.ranks > 1)}, by `longctx calibrate`."
     conditions = _conditions(config, mesh, per_node) | described.model_dump()
@@ -139,7 +167,11 @@ def measure_profile(
 def _conditions(config: Config, mesh: Mesh, per_node: int) -> dict[str, Any]:
     """Returns what the constants were measured with, besides model and machine."""
     return {
-        "versions": {"longctx": longctx.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": {
+            "longctx": longctx.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
         "date": datetime.now(UTC).date().isoformat(),
         "threads_per_rank": torch.get_num_threads(),
         "ranks": mesh.ranks,
@@ -171,44 +203,62 @@ def _describe(config: Config, mesh: Mesh, shape: ModelShape) -> Described:
 
 
 def ranks_per_node(mesh: Mesh, local_rank: int) -> int:
-    """Returns the domain's ranks per node, from every rank's `local_rank`. Raises UserError if nodes have different numbers."""
+    """Returns the domain's ranks per node, from every rank's `local_rank`. Raises UserError if
+    nodes have different numbers."""
     starts = (mesh.gather([float(local_rank)])[:, 0] == 0).cumsum(0).tolist()
     node = [starts[dist.get_global_rank(mesh.exchange, rank)] for rank in range(mesh.ranks)]
     held = sorted({node.count(number) for number in node})
     if len(held) > 1:
         raise UserError(
-            f"nodes have {', '.join(map(str, held))} ranks, but the cost model supports only one number: start the same "
+            f"nodes have {', '.join(map(str, held))} ranks, but the cost model supports only one "
+            "number: start the same "
             "number of processes on every node"
         )
     return held[0]
 
 
 def peers(rank: int, among: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns up to PEERS pairs of other ranks `among` these (to send to, to receive from); all of them exchange at once."""
+    """Returns up to PEERS pairs of other ranks `among` these (to send to, to receive from); all of
+    them exchange at once."""
     place, count = among.index(rank), len(among)
-    return [(among[(place + i) % count], among[(place - i) % count]) for i in range(1, min(PEERS, count - 1) + 1)]
+    return [
+        (among[(place + i) % count], among[(place - i) % count])
+        for i in range(1, min(PEERS, count - 1) + 1)
+    ]
 
 
 class TimedRun:
     """A trainer with the run's model and optimizer, whose work on random tokens is timed."""
 
-    def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, profile: HardwareProfile) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, shape: ModelShape, profile: HardwareProfile
+    ) -> None:
         self.config, self.mesh, self.spec = config, mesh, shape.spec
         self.trainer = Trainer(config, mesh, NewDecoder(shape))
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.layer, tensor = shape.spec.largest_layer, mesh.tensor.size()
-        self.heads, self.kv_heads = self.layer.num_attention_heads // tensor, self.layer.num_key_value_heads // tensor
+        self.heads, self.kv_heads = (
+            self.layer.num_attention_heads // tensor,
+            self.layer.num_key_value_heads // tensor,
+        )
         """Heads per tensor-parallel rank."""
         budget = config.batch.tokens_per_rank
-        self.no_plan = Plan("static", "none", mesh.ranks, budget, (), (), profile, cost=PlanCost(0.0, 0.0, 0.0, 0.0))
+        self.no_plan = Plan(
+            "static", "none", mesh.ranks, budget, (), (), profile, cost=PlanCost(0.0, 0.0, 0.0, 0.0)
+        )
         self.empty = Layout(0, mesh.rank, ())
 
     def seconds(self, *works: Callable[[], object]) -> list[float]:
-        """Returns the median seconds of every piece of work on the slowest rank; infinite if out of GPU memory.
+        """Returns the median seconds of every piece of work on the slowest rank; infinite if out of
+        GPU memory.
 
-        They are run in turn, once to warm up and then REPEATS times, so that all see the same disturbances.
+        They are run in turn, once to warm up and then REPEATS times, so that all see the same
+        disturbances.
         """
-        rounds = [self.mesh.gather([self._once(work) for work in works]).max(dim=0).values for _ in range(1 + REPEATS)]
+        rounds = [
+            self.mesh.gather([self._once(work) for work in works]).max(dim=0).values
+            for _ in range(1 + REPEATS)
+        ]
         return [statistics.median(times) for times in torch.stack(rounds[1:], dim=1).tolist()]
 
     def _once(self, work: Callable[[], object]) -> float:
@@ -224,11 +274,20 @@ class TimedRun:
         return time.perf_counter() - began
 
     def kv_rows(self, count: int) -> torch.Tensor:
-        """Returns a buffer for the K and V of `count` rows in one layer: [count, 2 · kv heads · head_dim]."""
-        return torch.zeros(count, 2 * self.kv_heads * self.layer.head_dim, dtype=self.dtype, device=self.mesh.device)
+        """Returns a buffer for the K and V of `count` rows in one layer: [count, 2 · kv heads ·
+        head_dim]."""
+        return torch.zeros(
+            count,
+            2 * self.kv_heads * self.layer.head_dim,
+            dtype=self.dtype,
+            device=self.mesh.device,
+        )
 
-    def batch(self, layouts: Sequence[Layout], tokens: Sequence[int], plan: Plan | None = None) -> StepBatch:
-        """Returns a step of micro-batches of random tokens, padded for tensor parallelism, whose ranks get the same tokens."""
+    def batch(
+        self, layouts: Sequence[Layout], tokens: Sequence[int], plan: Plan | None = None
+    ) -> StepBatch:
+        """Returns a step of micro-batches of random tokens, padded for tensor parallelism, whose
+        ranks get the same tokens."""
         assert self.spec.vocab_size is not None
         multiple = self.mesh.tensor.size()
         generator, micro_batches = torch.Generator().manual_seed(self.mesh.rank), []
@@ -237,23 +296,41 @@ class TimedRun:
             ids, labels = torch.randint(self.spec.vocab_size, (2, rows), generator=generator)
             micro_batches.append(MicroBatch(number, layout, ids, labels, torch.arange(rows)))
         plan, total = plan or self.no_plan, self.mesh.ranks * sum(tokens)
-        return StepBatch(1, plan, tuple("random" for _ in plan.lengths), total, max(1, total), tuple(micro_batches))
+        return StepBatch(
+            1,
+            plan,
+            tuple("random" for _ in plan.lengths),
+            total,
+            max(1, total),
+            tuple(micro_batches),
+        )
 
     def micro_batch(self, tokens: int, attention: Attention | None = None) -> Callable[[], object]:
-        """Builds a forward and backward pass on `tokens` tokens, in a micro-batch that is not the last of its step.
+        """Builds a forward and backward pass on `tokens` tokens, in a micro-batch that is not the
+        last of its step.
 
-        The layout holds no document, so the run's attention computes nothing; `attention` replaces it.
+        The layout holds no document, so the run's attention computes nothing; `attention` replaces
+        it.
         """
         batch = self.batch([self.empty] * 2, [tokens, 0])
-        return lambda: self.trainer.passes.micro_batch(batch, 0, StepWeights(batch.target_tokens), attention)
+        return lambda: self.trainer.passes.micro_batch(
+            batch, 0, StepWeights(batch.target_tokens), attention
+        )
 
     def attention(self, layout: Layout) -> Callable[[], object]:
-        """Builds the attention passes of one layer in a step, without a window, forward and backward, on random tensors."""
+        """Builds the attention passes of one layer in a step, without a window, forward and
+        backward, on random tensors."""
         make = make_attention(self.config, self.mesh, self.spec, self.no_plan, layout)
         attention = make(None, self.spec.attention_softcap, None)
         size = self.layer.head_dim
-        shapes = ((layout.tokens, heads, size) for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads))
-        q, k, v, dout = (torch.randn(shape, dtype=self.dtype, device=self.mesh.device, requires_grad=True) for shape in shapes)
+        shapes = (
+            (layout.tokens, heads, size)
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        )
+        q, k, v, dout = (
+            torch.randn(shape, dtype=self.dtype, device=self.mesh.device, requires_grad=True)
+            for shape in shapes
+        )
 
         def run() -> None:
             if self.config.train.recompute == "full":
@@ -265,7 +342,8 @@ class TimedRun:
 
 
 class _Through(torch.autograd.Function):
-    """Attention without cost: returns q unchanged and gives k and v gradients of the right shape."""
+    """Attention without cost: returns q unchanged and gives k and v gradients of the right
+    shape."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -285,7 +363,8 @@ def no_attention(q: Queries, k: torch.Tensor, v: torch.Tensor, layer: int) -> to
 
 
 def _matrices(run: TimedRun) -> tuple[float, float, float]:
-    """Returns the seconds of an empty micro-batch, of a token more without attention, and of a step beside its micro-batches.
+    """Returns the seconds of an empty micro-batch, of a token more without attention, and of a step
+    beside its micro-batches.
 
     An empty micro-batch gathers all parameters and builds the attention schedule.
     """
@@ -296,7 +375,8 @@ def _matrices(run: TimedRun) -> tuple[float, float, float]:
     *seconds, whole = run.seconds(run.micro_batch(0), *full, lambda: run.trainer.step(alone))
     if not all(map(math.isfinite, seconds)):
         raise UserError(
-            f"{most} tokens per rank, without attention, exceed GPU memory: lower batch.tokens_per_rank (the profile may use "
+            f"{most} tokens per rank, without attention, exceed GPU memory: lower "
+            "batch.tokens_per_rank (the profile may use "
             "a smaller value than training), or set train.recompute"
         )
     return (*fit_line(counts, seconds), max(0.0, whole - seconds[0]))
@@ -309,15 +389,19 @@ def _attention_s(run: TimedRun, length: int) -> float:
     layout = Layout.of(placements, [length] * documents, 0, run.mesh.rank)
     full, empty = run.seconds(run.attention(layout), run.attention(run.empty))
     if not math.isfinite(full):
-        raise UserError(f"attention on {length} tokens exceeds free GPU memory: stop other programs on the GPU")
+        raise UserError(
+            f"attention on {length} tokens exceeds free GPU memory: stop other programs on the GPU"
+        )
     return max(full - empty, full / 100) / documents * len(run.spec.layers)
 
 
 def _links(run: TimedRun, per_node: int, row_bytes: int) -> tuple[dict[str, float], float]:
-    """Returns the bandwidths inside and across nodes, where such pairs of ranks exist, and the seconds of a short message.
+    """Returns the bandwidths inside and across nodes, where such pairs of ranks exist, and the
+    seconds of a short message.
 
-    Every rank exchanges with several others at once, as in ring attention, because that can lower bandwidth per link. Bandwidth
-    is fitted to long messages only, as buffers hide the cost of short ones.
+    Every rank exchanges with several others at once, as in ring attention, because that can lower
+    bandwidth per link. Bandwidth is fitted to long messages only, as buffers hide the cost of short
+    ones.
     """
     rank, most = run.mesh.rank, max(run.config.batch.tokens_per_rank, -(-LEAST_BYTES // row_bytes))
     first = rank - rank % per_node
@@ -337,7 +421,8 @@ def _links(run: TimedRun, per_node: int, row_bytes: int) -> tuple[dict[str, floa
 
 
 def _messages(run: TimedRun, rows: int, pairs: list[tuple[int, int]]) -> Callable[[], object]:
-    """Builds an exchange of `rows`, split over `pairs`: sent to the first of each pair, received from the second."""
+    """Builds an exchange of `rows`, split over `pairs`: sent to the first of each pair, received
+    from the second."""
     exchange = Exchange(run.mesh.exchange, "longctx calibrate")
     outgoing, incoming = run.kv_rows(rows), run.kv_rows(rows)
     shares = [len(part) for part in outgoing.tensor_split(len(pairs))]
@@ -349,8 +434,8 @@ def _messages(run: TimedRun, rows: int, pairs: list[tuple[int, int]]) -> Callabl
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Returns (intercept ≥ 0, slope > 0) of the line with the least relative errors.
 
-    If time does not grow with the amount, because of noise, returns the line from zero to the largest amount, an upper bound on
-    the slope.
+    If time does not grow with the amount, because of noise, returns the line from zero to the
+    largest amount, an upper bound on the slope.
     """
     rows = np.array([(1 / y, x / y) for x, y in zip(amounts, seconds, strict=True)])
     ones = np.ones(len(rows))
@@ -364,7 +449,8 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float,
 
 
 def fit_attention(seconds: Mapping[int, float]) -> tuple[float, EfficiencyTable]:
-    """Returns seconds per token² of the longest document, and the efficiency of every length, from the seconds by length.
+    """Returns seconds per token² of the longest document, and the efficiency of every length, from
+    the seconds by length.
 
     It never falls with length: a document measured faster than a longer one counts as equally fast.
     """
@@ -377,19 +463,41 @@ def fit_attention(seconds: Mapping[int, float]) -> tuple[float, EfficiencyTable]
 
 
 def _check(run: TimedRun, profile: HardwareProfile) -> dict[str, Any]:
-    """Predicts and measures a step of documents of halving lengths, the longest as far as attention was measured."""
-    budget, ranks, most = run.config.batch.tokens_per_rank, run.mesh.ranks, run.config.context.max_remote_tokens
+    """Predicts and measures a step of documents of halving lengths, the longest as far as attention
+    was measured."""
+    budget, ranks, most = (
+        run.config.batch.tokens_per_rank,
+        run.mesh.ranks,
+        run.config.context.max_remote_tokens,
+    )
     longest = min(ranks * budget // 2, profile.attention_efficiency[-1][0] * max(1, ranks // 2))
-    halves = [longest >> place for place in range(longest.bit_length()) if longest >> place >= SHORTEST_DOCUMENT]
+    halves = [
+        longest >> place
+        for place in range(longest.bit_length())
+        if longest >> place >= SHORTEST_DOCUMENT
+    ]
     lengths = halves * (ranks * budget // sum(halves))
-    plan = make_plan(lengths, ranks=ranks, tokens_per_rank=budget, profile=profile, max_remote_tokens=most)
+    plan = make_plan(
+        lengths, ranks=ranks, tokens_per_rank=budget, profile=profile, max_remote_tokens=most
+    )
     layouts = [plan.layout(number, run.mesh.rank) for number in range(len(plan.micro_batches))]
     batch = run.batch(layouts, [layout.tokens for layout in layouts], plan)
     (seconds,) = run.seconds(lambda: run.trainer.step(batch))
     if not math.isfinite(seconds):
-        raise UserError(f"a step with {budget} tokens per rank exceeds GPU memory: lower batch.tokens_per_rank")
-    times = {"predicted_s": plan.makespan_s, "measured_s": seconds, "error": plan.makespan_s / seconds - 1}
-    size = {"documents": len(lengths), "longest": longest, "tokens": sum(lengths), "degrees": plan.degrees}
+        raise UserError(
+            f"a step with {budget} tokens per rank exceeds GPU memory: lower batch.tokens_per_rank"
+        )
+    times = {
+        "predicted_s": plan.makespan_s,
+        "measured_s": seconds,
+        "error": plan.makespan_s / seconds - 1,
+    }
+    size = {
+        "documents": len(lengths),
+        "longest": longest,
+        "tokens": sum(lengths),
+        "degrees": plan.degrees,
+    }
     return size | {name: _short(value) for name, value in times.items()}
 
 

@@ -1,7 +1,8 @@
-"""Checksums of the files of stores and checkpoints, so that a bit that has changed on disk is noticed before it is used.
+"""Checksums of the files of stores and checkpoints, so that a bit that has changed on disk is
+noticed before it is used.
 
-A file has a checksum (xxh3, 128 bits) for every CHUNK bytes, so that a part of a large file can be verified alone. They find
-damage, not forgery: whoever can write a file can write its checksums too.
+A file has a checksum (xxh3, 128 bits) for every CHUNK bytes, so that a part of a large file can be
+verified alone. They find damage, not forgery: whoever can write a file can write its checksums too.
 """
 
 import errno
@@ -22,14 +23,23 @@ SEAL = "checksum"
 """Key of the checksum of a JSON object, within it."""
 WAITS_S = (0.5, 2.0, 6.0)
 """Seconds before a failed read is tried again."""
-TRANSIENT = {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN}
+TRANSIENT = {
+    errno.EIO,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ECONNRESET,
+    errno.ENOTCONN,
+}
 """Errors of network file systems that may pass."""
 
 T = TypeVar("T")
 
 
 class SummedFile(io.BufferedWriter):
-    """A new binary file that is written from start to end; `checksums` are those of the bytes written so far."""
+    """A new binary file that is written from start to end; `checksums` are those of the bytes
+    written so far."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -64,7 +74,9 @@ def checksums(path: Path) -> str:
 def checksums_of(data: Any) -> str:
     """Returns the checksums of bytes in memory, which begin where a chunk begins."""
     view = memoryview(data)
-    return "".join(xxh3_128_hexdigest(view[start : start + CHUNK]) for start in range(0, len(view), CHUNK))
+    return "".join(
+        xxh3_128_hexdigest(view[start : start + CHUNK]) for start in range(0, len(view), CHUNK)
+    )
 
 
 def damage(path: Path, expected: str) -> str:
@@ -73,11 +85,18 @@ def damage(path: Path, expected: str) -> str:
         actual = persistent(lambda: checksums(path))
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    wrong = [at // DIGITS for at in range(0, max(len(actual), len(expected)), DIGITS) if _at(actual, at) != _at(expected, at)]
+    wrong = [
+        at // DIGITS
+        for at in range(0, max(len(actual), len(expected)), DIGITS)
+        if _at(actual, at) != _at(expected, at)
+    ]
     if not wrong:
         return ""
     first, last = wrong[0] * CHUNK, (wrong[-1] + 1) * CHUNK
-    return f"{path.name} does not match its checksums between bytes {first:,} and {min(last, path.stat().st_size):,}"
+    return (
+        f"{path.name} does not match its checksums between bytes {first:,} and "
+        f"{min(last, path.stat().st_size):,}"
+    )
 
 
 def _at(joined: str, start: int) -> str:
@@ -103,7 +122,8 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(content: Any) -> dict[str, Any]:
-    """Returns a JSON object without its checksum. Raises ValueError if it has none, or does not match it."""
+    """Returns a JSON object without its checksum. Raises ValueError if it has none, or does not
+    match it."""
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     plain = {key: value for key, value in content.items() if key != SEAL}
@@ -117,7 +137,8 @@ def _seal(plain: dict[str, Any]) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file in a folder. Raises ValueError for a name that leads out of it, also by a link."""
+    """Returns the path of a file in a folder. Raises ValueError for a name that leads out of it,
+    also by a link."""
     pure, path = PurePosixPath(name), folder / name
     leads_out = pure.is_absolute() or ".." in pure.parts or "\0" in name
     if leads_out or not pure.parts or not path.resolve().is_relative_to(folder.resolve()):
@@ -126,7 +147,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def check_files(folder: Path, sizes: dict[str, int], checksums: dict[str, str]) -> None:
-    """Raises ValueError unless all files are in the folder, with these sizes, and have checksums. Their content is not read."""
+    """Raises ValueError unless all files are in the folder, with these sizes, and have checksums.
+    Their content is not read."""
     if checksums.keys() != sizes.keys():
         raise ValueError("some of its checksums are missing")
     for name, size in sizes.items():

@@ -1,15 +1,19 @@
-"""The `longctx` command: imports the module of a subcommand, passes its arguments on and prints user errors as one message.
+"""The `longctx` command: imports the module of a subcommand, passes its arguments on and prints
+user errors as one message.
 
-`longctx NAME` is `longctx/commands/NAME.py` (with `_` for `-`), a module with `SUMMARY` (one line), `add_arguments(parser)` and
-`run(arguments) -> exit status`. Only the requested module is imported, and it imports torch in `run` at the earliest, so
-that help and planning are quick. Two more names are optional:
+`longctx NAME` is `longctx/commands/NAME.py` (with `_` for `-`), a module with `SUMMARY` (one line),
+`add_arguments(parser)` and `run(arguments) -> exit status`. Only the requested module is imported,
+and it imports torch in `run` at the earliest, so that help and planning are quick. Two more names
+are optional:
 
-- `OVERRIDES = True`: settings such as `--batch.tokens_per_rank 4096` are accepted, as `arguments.overrides`.
-- `PROCESSES = True`: `--processes N` is accepted, and but for a `--dry-run`, torchrun starts N processes on this machine, which
-  run the same command.
+- `OVERRIDES = True`: settings such as `--batch.tokens_per_rank 4096` are accepted, as
+  `arguments.overrides`.
+- `PROCESSES = True`: `--processes N` is accepted, and but for a `--dry-run`, torchrun starts N
+  processes on this machine, which run the same command.
 
-Errors: UserError and OSError (no such file, no permission, no space) are printed without a traceback, and the exit status is 2.
-Any other exception is a bug in longctx or a library, and its traceback is shown.
+Errors: UserError and OSError (no such file, no permission, no space) are printed without a
+traceback, and the exit status is 2. Any other exception is a bug in longctx or a library, and its
+traceback is shown.
 """
 
 import argparse
@@ -43,7 +47,8 @@ COMMANDS = (
 )
 
 PROCESSES_HELP = (
-    "start N processes on this machine, by torchrun (default: this process; on several machines, start torchrun on each)"
+    "start N processes on this machine, by torchrun (default: this process; on "
+    "several machines, start torchrun on each)"
 )
 
 _OVERRIDE = re.compile(r"--[A-Za-z_-]+\.[^=\s]+(=.*)?", re.DOTALL)
@@ -69,10 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # for file names that are not UTF-8
     try:
         if any("\0" in argument for argument in argv):
-            raise UserError("an argument has a NUL character, which no path or setting may have: remove it")
+            raise UserError(
+                "an argument has a NUL character, which no path or setting may have: remove it"
+            )
         _check_package()
         return _run(name, rest)
-    except BrokenPipeError:  # `longctx plan | head`: the reader has left, and there is nobody to tell
+    except (
+        BrokenPipeError
+    ):  # `longctx plan | head`: the reader has left, and there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, OSError) as error:
@@ -87,9 +96,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Separates `--section.key value` and `--section.key=value` from the other arguments, keeping the order of both.
+    """Separates `--section.key value` and `--section.key=value` from the other arguments, keeping
+    the order of both.
 
-    Returns (other arguments, overrides), every override as `section.key=value`. Raises UserError if a value is missing.
+    Returns (other arguments, overrides), every override as `section.key=value`. Raises UserError if
+    a value is missing.
     """
     others: list[str] = []
     overrides: list[str] = []
@@ -102,14 +113,18 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
         else:
             value = next(arguments, None)
             if value is None or value.startswith("--"):
-                raise UserError(f"{argument} has no value: write {argument} VALUE, or {argument}=VALUE")
+                raise UserError(
+                    f"{argument} has no value: write {argument} VALUE, or {argument}=VALUE"
+                )
             overrides.append(f"{argument[2:]}={value}")
     return others, overrides
 
 
 def _run(name: str, argv: list[str]) -> int:
     module, command = _module(name), [name, *argv]
-    parser = argparse.ArgumentParser(prog=f"longctx {name}", description=module.SUMMARY, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=f"longctx {name}", description=module.SUMMARY, formatter_class=HelpFormatter
+    )
     module.add_arguments(parser)
     overrides: list[str] = []
     if getattr(module, "OVERRIDES", False):
@@ -121,7 +136,9 @@ def _run(name: str, argv: list[str]) -> int:
     if unknown:
         from longctx.commands.output import not_taken
 
-        raise UserError(not_taken(unknown, parser, takes_settings=getattr(module, "OVERRIDES", False)))
+        raise UserError(
+            not_taken(unknown, parser, takes_settings=getattr(module, "OVERRIDES", False))
+        )
     arguments.overrides = overrides
     if processes and arguments.processes is not None and not getattr(arguments, "dry_run", False):
         from longctx.parallel.launch import launch, launches
@@ -132,24 +149,34 @@ def _run(name: str, argv: list[str]) -> int:
 
 
 def _check_package() -> None:
-    """Raises UserError if the registry's `longctx`, another program with the same import name, is installed over this one."""
+    """Raises UserError if the registry's `longctx`, another program with the same import name, is
+    installed over this one."""
     with suppress(metadata.PackageNotFoundError):
         other, ours = metadata.distribution("longctx"), Path(longctx.__file__)
         theirs = Path(str(other.locate_file("longctx/__init__.py")))
-        if "longctx/__init__.py," in (other.read_text("RECORD") or "") and theirs.resolve() == ours.resolve():
+        if (
+            "longctx/__init__.py," in (other.read_text("RECORD") or "")
+            and theirs.resolve() == ours.resolve()
+        ):
             raise UserError(
-                f"another program, longctx {other.version} of the package registry, is installed over this one: "
-                "pip uninstall longctx longctx-train, then pip install . in the folder of longctx's source code"
+                f"another program, longctx {other.version} of the package registry, is installed "
+                "over this one: "
+                "pip uninstall longctx longctx-train, then pip install . in the folder of "
+                "longctx's source code"
             )
 
 
 def _main_help(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="longctx", description=longctx.__doc__, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="longctx", description=longctx.__doc__, formatter_class=HelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"longctx {longctx.__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands below")
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:{width}}  {_module(name).SUMMARY}" for name in COMMANDS)
-    parser.epilog = f"commands:\n{listing}\n\n`longctx COMMAND --help` shows the options of a command."
+    parser.epilog = (
+        f"commands:\n{listing}\n\n`longctx COMMAND --help` shows the options of a command."
+    )
     command = parser.parse_known_args(argv)[0].command
     if command is not None:
         near = difflib.get_close_matches(command, COMMANDS, n=1)

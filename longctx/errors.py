@@ -1,4 +1,5 @@
-"""Base class of errors that a user can fix: the command line prints only their text; all others keep their traceback."""
+"""Base class of errors that a user can fix: the command line prints only their text; all others
+keep their traceback."""
 
 import re
 import shlex
@@ -9,14 +10,16 @@ LONGEST_MESSAGE = 3500
 
 
 class UserError(ValueError):
-    """A wrong setting, file or argument. The text names the value, the rule it breaks and the way out."""
+    """A wrong setting, file or argument. The text names the value, the rule it breaks and the way
+    out."""
 
     def __str__(self) -> str:
         return shortened(super().__str__(), LONGEST_MESSAGE)
 
 
 def raise_together(checks: Iterable[Callable[[], object]]) -> None:
-    """Runs checks that do not need each other. Raises the UserError of the one that fails, or one error of all that fail."""
+    """Runs checks that do not need each other. Raises the UserError of the one that fails, or one
+    error of all that fail."""
     found = list[UserError]()
     for check in checks:
         try:
@@ -30,7 +33,8 @@ def raise_together(checks: Iterable[Callable[[], object]]) -> None:
 
 
 def install(extra: str) -> str:
-    """Returns the command that installs an extra. It names no distribution: `longctx` on the registry is another program."""
+    """Returns the command that installs an extra. It names no distribution: `longctx` on the
+    registry is another program."""
     return f"pip install '.[{extra}]' in the folder of longctx's source code"
 
 
@@ -47,12 +51,15 @@ def first_line(error: BaseException) -> str:
 def shortened(text: str, most: int) -> str:
     """Returns a text of about `most` characters at most, without its middle if it is longer.
 
-    Control characters and others that cannot be printed are escaped: a value from a file must not reach the terminal as such.
+    Control characters and others that cannot be printed are escaped: a value from a file must not
+    reach the terminal as such.
     """
     if len(text) > most:
         end = most // 3
         text = f"{text[: most - end]}[.. {len(text) - most:,} characters ..]{text[-end:]}"
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def shell(*words: object) -> str:

@@ -1,7 +1,8 @@
-"""Own files: the list of what longctx has written into a folder, and the replacement of these files alone.
+"""Own files: the list of what longctx has written into a folder, and the replacement of these files
+alone.
 
-Whatever else lies in a folder that is replaced stays there, and is named. A store lists its files in its manifest, an export in
-`longctx-files.json`.
+Whatever else lies in a folder that is replaced stays there, and is named. A store lists its files
+in its manifest, an export in `longctx-files.json`.
 """
 
 import json
@@ -31,12 +32,14 @@ def write_list(folder: Path) -> None:
 
 
 def begin_list(folder: Path) -> None:
-    """Writes a list without a file, by which a folder that is being written is known as longctx's own."""
+    """Writes a list without a file, by which a folder that is being written is known as longctx's
+    own."""
     (folder / LIST).write_text(json.dumps(sealed({"files": {}})), "utf-8")
 
 
 def read_list(folder: Path) -> dict[str, str] | None:
-    """Returns the checksums of longctx's files in a folder by name; None without a list, or with one that is damaged."""
+    """Returns the checksums of longctx's files in a folder by name; None without a list, or with
+    one that is damaged."""
     try:
         content = unsealed(json.loads((folder / LIST).read_text("utf-8")))
     except (OSError, ValueError):
@@ -46,13 +49,15 @@ def read_list(folder: Path) -> dict[str, str] | None:
 
 
 def changed(folder: Path, listed: Mapping[str, str]) -> list[str]:
-    """Returns the names of listed files that are no longer as longctx wrote them. Files that are gone do not count."""
+    """Returns the names of listed files that are no longer as longctx wrote them. Files that are
+    gone do not count."""
     present = [name for name in listed if (folder / name).is_file()]
     return [name for name in present if checksums(folder / name) != listed[name]]
 
 
 def others(folder: Path, own: Collection[str]) -> list[str]:
-    """Returns the names of all files, links and empty folders that are not `own`, relative to the folder, sorted."""
+    """Returns the names of all files, links and empty folders that are not `own`, relative to the
+    folder, sorted."""
     found: list[str] = []
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if Path(parent, name).is_symlink()]
@@ -67,15 +72,19 @@ def others(folder: Path, own: Collection[str]) -> list[str]:
 def replace(out: Path, made: Path, own: Collection[str]) -> list[str]:
     """Puts the folder `made` in the place of `out`, in which only the files `own` are removed.
 
-    Returns the names of all others, which stay. Raises NotReplaced, with both folders as they were, if `made` has a file of the
-    same name.
+    Returns the names of all others, which stay. Raises NotReplaced, with both folders as they were,
+    if `made` has a file of the same name.
     """
     staying = others(out, own=own) if out.is_dir() else []
     for name in staying:
         place = made / name
-        in_the_way = [parent for parent in place.relative_to(made).parents if (made / parent).is_file()]
+        in_the_way = [
+            parent for parent in place.relative_to(made).parents if (made / parent).is_file()
+        ]
         if os.path.lexists(place) or in_the_way:
-            raise NotReplaced(f"{out / name} was not written by longctx, and is not replaced: {MOVE_AWAY}")
+            raise NotReplaced(
+                f"{out / name} was not written by longctx, and is not replaced: {MOVE_AWAY}"
+            )
     for name in staying:
         _link(out / name, made / name)
     if not out.exists():
@@ -94,7 +103,8 @@ def replace(out: Path, made: Path, own: Collection[str]) -> list[str]:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Gives a file, link or empty folder a second name, or copies it where the file system has no links."""
+    """Gives a file, link or empty folder a second name, or copies it where the file system has no
+    links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir() and not source.is_symlink():
         target.mkdir()

@@ -1,7 +1,8 @@
-"""Paths as people write them: `~` and `$NAME` are expanded, and addresses of storage that longctx does not reach are refused.
+"""Paths as people write them: `~` and `$NAME` are expanded, and addresses of storage that longctx
+does not reach are refused.
 
-A shell expands neither in `--train.run_dir=~/runs`, nor in a file of settings or in Python, and a folder named `~` or `s3:` is
-nobody's intention.
+A shell expands neither in `--train.run_dir=~/runs`, nor in a file of settings or in Python, and a
+folder named `~` or `s3:` is nobody's intention.
 """
 
 import os
@@ -15,7 +16,8 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 class PathError(UserError):
-    """A path that cannot be meant as it is written; `rule` and `way_out` are the parts of its text."""
+    """A path that cannot be meant as it is written; `rule` and `way_out` are the parts of its
+    text."""
 
     def __init__(self, given: str, rule: str, way_out: str) -> None:
         super().__init__(f"{given}: {rule}; {way_out}")
@@ -28,10 +30,11 @@ def local_path(given: Path | str) -> Path:
 
 
 def expanded(given: Path | str) -> str:
-    """Returns a path, or another name that may be given in its place, with a leading `~` and every `$NAME` expanded.
+    """Returns a path, or another name that may be given in its place, with a leading `~` and every
+    `$NAME` expanded.
 
-    What exists as it is written stays as it is. Raises PathError for an address such as s3://bucket/x, a variable that is not
-    set, and a user who does not exist.
+    What exists as it is written stays as it is. Raises PathError for an address such as
+    s3://bucket/x, a variable that is not set, and a user who does not exist.
     """
     if not isinstance(given, str | Path):
         raise PathError(repr(given), "a path must be a text", "give a str or a pathlib.Path")
@@ -48,11 +51,15 @@ def expanded(given: Path | str) -> str:
             raise PathError(text, rule, "set it, or write the path without it")
     filled = os.path.expandvars(text)
     if not filled:
-        raise PathError(text, "its environment variable is empty", "set it, or write the path without it")
+        raise PathError(
+            text, "its environment variable is empty", "set it, or write the path without it"
+        )
     home = os.path.expanduser(filled)
     if home == filled and filled.startswith("~"):
         user = filled.partition("/")[0]
-        raise PathError(text, f"this machine has no home folder of {user}", "write the path without it")
+        raise PathError(
+            text, f"this machine has no home folder of {user}", "write the path without it"
+        )
     return home
 
 
@@ -62,7 +69,11 @@ def _elsewhere(text: str, scheme: str) -> PathError:
         path = "/" + text.partition(":")[2].lstrip("/")
         return PathError(text, "longctx takes paths, not addresses", f"write {path}")
     if scheme == "hf":
-        way_out = "write OWNER/NAME of a model or data set on the hub, or download it and give the folder"
+        way_out = (
+            "write OWNER/NAME of a model or data set on the hub, or download it and give the folder"
+        )
         return PathError(text, "longctx does not read or write hf://", way_out)
     rule = f"longctx reads and writes folders of this machine, and not {scheme}://"
-    return PathError(text, rule, "give a folder, such as a mounted one, and copy it from or to there")
+    return PathError(
+        text, rule, "give a folder, such as a mounted one, and copy it from or to there"
+    )

@@ -1,4 +1,5 @@
-"""Pointers: small texts, and links, that version control keeps in the place of files that are not here."""
+"""Pointers: small texts, and links, that version control keeps in the place of files that are not
+here."""
 
 import os
 import re
@@ -23,7 +24,13 @@ ANNEX = Pointer("git-annex", "git annex get")
 XET = Pointer("git-xet", "git xet checkout")
 _BEGINNINGS = (
     (re.compile(rb"version https://(git-lfs|hawser)\.github\.com/spec/v\d"), LFS),
-    (re.compile(rb"(md5: \w+\r?\n|frozen: \w+\r?\n|wdir: .+\r?\n)*outs:\r?\n *- *(md5|hash|etag|path|size): "), DVC),
+    (
+        re.compile(
+            rb"(md5: \w+\r?\n|frozen: \w+\r?\n|wdir: .+\r?\n)*outs:\r?\n *- "
+            rb"*(md5|hash|etag|path|size): "
+        ),
+        DVC,
+    ),
     (re.compile(rb"/annex/objects/[A-Z0-9]+-"), ANNEX),
     (re.compile(rb"# xet version \d"), XET),
 )
@@ -48,7 +55,8 @@ def missing_of_dvc(file: Path) -> list[Path]:
 
 
 def complaint(files: Iterable[Path]) -> str:
-    """Returns what is wrong with those files that are pointers, and the way out; an empty text if none is one."""
+    """Returns what is wrong with those files that are pointers, and the way out; an empty text if
+    none is one."""
     found: dict[Pointer, list[str]] = {}
     for file in files:
         if (kind := pointer(file)) is not None:
@@ -57,5 +65,8 @@ def complaint(files: Iterable[Path]) -> str:
     for kind, names in found.items():
         few = ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
         are = f"{len(names):,} files are pointers" if len(names) > 1 else "a file is a pointer"
-        said.append(f"{are} of {kind.tool}, not the data ({few}): get the data with `{kind.command}`, or remove the pointer")
+        said.append(
+            f"{are} of {kind.tool}, not the data ({few}): get the data with `{kind.command}`, or "
+            "remove the pointer"
+        )
     return "; ".join(said)

@@ -35,40 +35,60 @@ def print_start(run: Run, trainer: Trainer) -> None:
 
 def _first_line(run: Run, trainer: Trainer) -> str:
     config, store, model = run.config, run.data.store, trainer.model
-    start = "from new weights" if config.model.from_pretrained is None else f"from checkpoint {config.model.from_pretrained}"
+    start = (
+        "from new weights"
+        if config.model.from_pretrained is None
+        else f"from checkpoint {config.model.from_pretrained}"
+    )
     if run.checkpoint is not None:
-        start = f"from step {trainer.steps_done}" + ("" if run.resumes else f" of {run.checkpoint.run}")
+        start = f"from step {trainer.steps_done}" + (
+            "" if run.resumes else f" of {run.checkpoint.run}"
+        )
     if trainer.steps_done >= config.train.steps:
         start += f", the last step by train.steps {config.train.steps}: nothing to do"
     parameters = f"{format_count(model.spec.parameters)} parameters"
     if config.lora.rank is not None:
         total = model.spec.parameters
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        parameters = f"{trained:,} of {total:,} parameters trained (LoRA of rank {config.lora.rank})"
+        trained = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
+        parameters = (
+            f"{trained:,} of {total:,} parameters trained (LoRA of rank {config.lora.rank})"
+        )
         parameters += f", peak learning rate {config.optimizer.learning_rate:g}"
     stores = "store" if len(store.sources) == 1 else "stores"
     return (
-        f"{parameters} on {run.launch.world_size} ranks ({computed_by(config, model.spec, run.device.type)}), "
-        f"{start}; {stores} {store.said}: {len(store):,} documents, {int(store.lengths.sum()):,} tokens; "
+        f"{parameters} on {run.launch.world_size} ranks "
+        f"({computed_by(config, model.spec, run.device.type)}), "
+        f"{start}; {stores} {store.said}: {len(store):,} documents, {int(store.lengths.sum()):,} "
+        "tokens; "
         f"run folder {config.train.run_dir}"
     )
 
 
 def _dropped(run: Run, max_length: int) -> str:
-    """Returns a line on documents that are dropped or truncated, as they are too long; empty if there are none."""
+    """Returns a line on documents that are dropped or truncated, as they are too long; empty if
+    there are none."""
     store = run.data.store
     dropped = int((store.lengths > max_length).sum())
-    done = {"drop": "dropped", "truncate_left": "cut at their beginning", "truncate_right": "cut at their end"}.get(
-        run.config.data.long_documents or "split"
-    )
+    done = {
+        "drop": "dropped",
+        "truncate_left": "cut at their beginning",
+        "truncate_right": "cut at their end",
+    }.get(run.config.data.long_documents or "split")
     if done is None or not dropped:
         return ""
     return f"{dropped:,} of {len(store):,} documents are {done}: longer than {max_length:,} tokens"
 
 
 def print_end(config: Config, step: int, *, trained: bool) -> None:
-    """Prints the mean speed, where everything is and the next commands; exports if set. The other ranks do not wait for it."""
-    run_dir, out, saves = config.train.run_dir, config.checkpoint.export, config.checkpoint.every is not None
+    """Prints the mean speed, where everything is and the next commands; exports if set. The other
+    ranks do not wait for it."""
+    run_dir, out, saves = (
+        config.train.run_dir,
+        config.checkpoint.export,
+        config.checkpoint.every is not None,
+    )
     print(f"finished step {step}; mean over the run: {mean_speed(run_dir)}")
     if saves:
         print(f"  checkpoint   {run_dir / 'latest'}")
@@ -77,14 +97,25 @@ def print_end(config: Config, step: int, *, trained: bool) -> None:
         print(f"  TensorBoard  tensorboard --logdir {shell(run_dir / 'tensorboard')}", flush=True)
     if saves and out is None:
         print(f"  export       {how_to_export(config)}")
-    elif saves and out is not None and out.exists() and not (trained and out.is_relative_to(run_dir)):
-        print(f"{out} exists and was not written again: longctx export {shell(run_dir, out)} --overwrite")
+    elif (
+        saves and out is not None and out.exists() and not (trained and out.is_relative_to(run_dir))
+    ):
+        print(
+            f"{out} exists and was not written again: longctx export {shell(run_dir, out)} "
+            "--overwrite"
+        )
     elif saves and out is not None:
-        print(export(run_dir, out, step=step, overwrite=out.exists()), how_to_load(out), sep="\n", flush=True)
+        print(
+            export(run_dir, out, step=step, overwrite=out.exists()),
+            how_to_load(out),
+            sep="\n",
+            flush=True,
+        )
 
 
 def how_to_export(config: Config) -> str:
-    """Returns the command that exports the run, or why nothing can; without transformers, which export needs, the command."""
+    """Returns the command that exports the run, or why nothing can; without transformers, which
+    export needs, the command."""
     try:
         check_family(config)
     except NoNativeModel as none:

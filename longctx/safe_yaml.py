@@ -1,4 +1,5 @@
-"""YAML of settings and hardware profiles: plain data, numbers as in JSON, no duplicate keys, one error for all mistakes."""
+"""YAML of settings and hardware profiles: plain data, numbers as in JSON, no duplicate keys, one
+error for all mistakes."""
 
 import re
 from pathlib import Path
@@ -9,7 +10,8 @@ import yaml
 from longctx.errors import UserError, shortened
 
 _REPLACED = ("timestamp", "int", "float")
-"""Types of YAML 1.1 that are recognised in other ways here: 010 was 8, 1:30 was 90, and a date no text."""
+"""Types of YAML 1.1 that are recognised in other ways here: 010 was 8, 1:30 was 90, and a date no
+text."""
 _TEXT = re.compile("[^\0\ud800-\udfff]*")
 MOST_VALUES = 100_000
 DEEPEST = 50
@@ -22,11 +24,16 @@ class YamlError(UserError):
 class SafeLoader(yaml.SafeLoader):
     """Safe YAML with whole numbers and text as keys.
 
-    `3e-4` is a number, as in YAML 1.2, and dates are text. A key given twice is refused rather than overwritten.
+    `3e-4` is a number, as in YAML 1.2, and dates are text. A key given twice is refused rather than
+    overwritten.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as in PyYAML
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix("tag:yaml.org,2002:") not in _REPLACED]
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag.removeprefix("tag:yaml.org,2002:") not in _REPLACED
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -49,7 +56,9 @@ class SafeLoader(yaml.SafeLoader):
         if isinstance(value, int) and abs(value) >= 1 << 63:
             raise self._refused(node, "is a number of more than 64 bits")
         if isinstance(value, str) and not _TEXT.fullmatch(value):
-            raise self._refused(node, "has characters that are not text (NUL, or half of a surrogate pair)")
+            raise self._refused(
+                node, "has characters that are not text (NUL, or half of a surrogate pair)"
+            )
         return value
 
     def _refused(self, node: yaml.Node, mistake: str) -> yaml.constructor.ConstructorError:
@@ -64,7 +73,8 @@ class SafeLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, mistake, key_node.start_mark)
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            if key_node.tag != "tag:yaml.org,2002:int":  # such as `on` and 1.5, which are text where a name is expected
+            # Such as `on` and 1.5, which are text where a name is expected.
+            if key_node.tag != "tag:yaml.org,2002:int":
                 key_node.tag = "tag:yaml.org,2002:str"
             key = self.construct_object(key_node, deep=True)
             if key in seen:
@@ -74,16 +84,21 @@ class SafeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-SafeLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+SafeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
 SafeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    re.compile(
+        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    ),
     list("-+.0123456789"),
 )
 
 
 def parse(text: str) -> Any:
-    """Returns the value of a text. Raises YamlError with line and column, for whatever is wrong with it."""
+    """Returns the value of a text. Raises YamlError with line and column, for whatever is wrong
+    with it."""
     try:
         return yaml.load(text, SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -94,15 +109,23 @@ def parse(text: str) -> Any:
         raise YamlError(f"{where}{shortened(mistake, 300)}{hint}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise YamlError(f"line {line}: character U+{int(error.character):04X} is not allowed: remove it") from error
+        raise YamlError(
+            f"line {line}: character U+{int(error.character):04X} is not allowed: remove it"
+        ) from error
     except RecursionError as error:
         raise YamlError(f"lists and mappings are nested more than {DEEPEST} levels deep") from error
-    except (OverflowError, ValueError) as error:  # of PyYAML itself: an escape beyond Unicode, a version of thousands of digits
-        raise YamlError(f"an escape such as \\U or a directive has a number that is too large ({error})") from error
+    except (
+        OverflowError,
+        ValueError,
+    ) as error:  # of PyYAML itself: an escape beyond Unicode, a version of thousands of digits
+        raise YamlError(
+            f"an escape such as \\U or a directive has a number that is too large ({error})"
+        ) from error
 
 
 def read_text(path: Path) -> str:
-    """Returns the content of a UTF-8 file, without a byte order mark. Raises YamlError if it is not UTF-8."""
+    """Returns the content of a UTF-8 file, without a byte order mark. Raises YamlError if it is not
+    UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -112,12 +135,19 @@ def read_text(path: Path) -> str:
 
 
 def _check_size(node: yaml.Node, depth: int = 0, counted: list[int] | None = None) -> None:
-    """Raises ConstructorError for nesting without end, and for aliases that expand to very many values."""
+    """Raises ConstructorError for nesting without end, and for aliases that expand to very many
+    values."""
     counted = [0] if counted is None else counted
     counted[0] += 1
     if depth > DEEPEST or counted[0] > MOST_VALUES:
-        mistake = f"more than {DEEPEST} levels of nesting" if depth > DEEPEST else f"more than {MOST_VALUES:,} values"
-        raise yaml.constructor.ConstructorError(None, None, f"{mistake}, aliases included", node.start_mark)
+        mistake = (
+            f"more than {DEEPEST} levels of nesting"
+            if depth > DEEPEST
+            else f"more than {MOST_VALUES:,} values"
+        )
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{mistake}, aliases included", node.start_mark
+        )
     if isinstance(node, yaml.CollectionNode):
         for child in node.value:
             for part in child if isinstance(child, tuple) else (child,):

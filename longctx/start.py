@@ -30,7 +30,14 @@ from longctx.training.saved.run_folder import only_run_in, open_run_folder
 from longctx.training.saved.saving import NotWritten
 from longctx.training.stop_signal import StopSignal
 
-ON_EVERY_RANK = (RanksDiffer, DoesNotFit, NonFiniteLoss, ProfilesDiffer, checkpoint.NoCheckpoint, NotWritten)
+ON_EVERY_RANK = (
+    RanksDiffer,
+    DoesNotFit,
+    NonFiniteLoss,
+    ProfilesDiffer,
+    checkpoint.NoCheckpoint,
+    NotWritten,
+)
 """Errors that are raised on all ranks alike, after the processes have joined."""
 
 
@@ -51,19 +58,21 @@ def train(
     continued: Path | None = None,
     trace_steps: range | None = None,
 ) -> int:
-    """Trains a run in the processes that torchrun started, or in this process alone. Every process calls it.
+    """Trains a run in the processes that torchrun started, or in this process alone. Every process
+    calls it.
 
     Args:
-        resume: continue from the newest complete checkpoint of `train.run_dir`.
-        step: continue from the checkpoint of this step instead; later ones are moved to a folder set-aside-1 of the run.
-        resume_if_any: the same if there is a checkpoint, else start from the beginning.
-        continued: folder of another run, whose newest complete checkpoint is the beginning of this run: weights, moments, step
+        resume: continue from the newest complete checkpoint of `train.run_dir`. step: continue from
+        the checkpoint of this step instead; later ones are moved to a folder set-aside-1 of the
+        run. resume_if_any: the same if there is a checkpoint, else start from the beginning.
+        continued: folder of another run, whose newest complete checkpoint is the beginning of this
+        run: weights, moments, step
             and places in the stores. Lengths, stores, batch, parallelism and RoPE may differ.
         trace_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
 
-    Returns the exit status of this process: 0 after the last step, 128 + the signal's number if a signal ended the run, 2 or 1
-    for an error after the processes joined, which is printed to standard error.
-    Raises UserError for everything that is wrong before the processes join.
+    Returns the exit status of this process: 0 after the last step, 128 + the signal's number if a
+    signal ended the run, 2 or 1 for an error after the processes joined, which is printed to
+    standard error. Raises UserError for everything that is wrong before the processes join.
     """
     continued = None if continued is None else local_path(continued)
     require_no_group()
@@ -76,7 +85,8 @@ def train(
 
 
 def _joined(run: Run, stop: StopSignal) -> int:
-    """Joins the processes, trains and leaves them. Returns the exit status, after words on what went wrong."""
+    """Joins the processes, trains and leaves them. Returns the exit status, after words on what
+    went wrong."""
     config, rank = run.config, run.launch.rank
     peers = None
     try:
@@ -103,28 +113,51 @@ def _joined(run: Run, stop: StopSignal) -> int:
         raise
     stop.release_interrupts()
     if finished and rank == 0:
-        print_end(config, step, trained=not run.resumes or (run.checkpoint is not None and step > run.checkpoint.step))
+        print_end(
+            config,
+            step,
+            trained=not run.resumes or (run.checkpoint is not None and step > run.checkpoint.step),
+        )
     if not finished and rank == 0:
         written = config.checkpoint.every is not None
-        saved = "checkpoint written, --resume continues" if written else "no checkpoint, because checkpoint.every is null"
+        saved = (
+            "checkpoint written, --resume continues"
+            if written
+            else "no checkpoint, because checkpoint.every is null"
+        )
         print(f"stopped by {stop.number.name} after step {step}; {saved}", file=sys.stderr)
     return 0 if finished else 128 + stop.number
 
 
 def _prepare(
-    config: Config, resume: bool, step: int | None, or_begin: bool, continued: Path | None, traced: range | None
+    config: Config,
+    resume: bool,
+    step: int | None,
+    or_begin: bool,
+    continued: Path | None,
+    traced: range | None,
 ) -> Run:
-    """Opens everything that a run needs, and checks everything that can be checked before the processes join.
+    """Opens everything that a run needs, and checks everything that can be checked before the
+    processes join.
 
-    Rank 0 prints notes on settings without effect, and on damaged checkpoints. See `train`. Raises UserError.
+    Rank 0 prints notes on settings without effect, and on damaged checkpoints. See `train`. Raises
+    UserError.
     """
     if step is not None and or_begin:
-        raise UserError(f"--resume is {step}, but --resume-if-any takes the newest checkpoint: omit one of the two")
+        raise UserError(
+            f"--resume is {step}, but --resume-if-any takes the newest checkpoint: omit one of the "
+            "two"
+        )
     if continued is not None and resume:
-        raise UserError(f"--continue is {continued}, but --resume continues the run itself: omit one, or use --resume-if-any")
+        raise UserError(
+            f"--continue is {continued}, but --resume continues the run itself: omit one, or use "
+            "--resume-if-any"
+        )
     if continued is not None and config.train.epochs is not None:
         rule = "the steps of both runs are counted: set train.steps instead"
-        raise UserError(f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}")
+        raise UserError(
+            f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}"
+        )
     run = Run.open(config, returns=step is not None, traced=traced)
     config = run.config
     raise_together(checks_before_joining(run))
@@ -152,7 +185,8 @@ def _print_on_rank_0(run: Run, sentences: Iterable[str]) -> None:
 
 
 def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
-    """Trains to the last step. Returns whether it is done, and the number of steps done. All ranks call it."""
+    """Trains to the last step. Returns whether it is done, and the number of steps done. All ranks
+    call it."""
     saved, damaged = checkpoint.verified(run.checkpoint, mesh.control, only=run.returns)
     _print_on_rank_0(run, damaged)
     run = fitted_run(replace(run, checkpoint=saved), mesh)
@@ -164,13 +198,17 @@ def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
 
 
 def _failed(config: Config, rank: int, error: RuntimeError, peers: Peers | None) -> int:
-    """Says where this rank failed, which peers are dead or stuck, and how to go on. Returns the exit status.
+    """Says where this rank failed, which peers are dead or stuck, and how to go on. Returns the
+    exit status.
 
     A peer has died or is stuck, or this is a bug: then the traceback helps.
     """
     traceback.print_exception(error)
     what = str(error).splitlines()[0][:300]
-    where = "; ".join(getattr(error, "__notes__", [])) or f"rank {rank}: {peers.where() if peers else 'joining'}"
+    where = (
+        "; ".join(getattr(error, "__notes__", []))
+        or f"rank {rank}: {peers.where() if peers else 'joining'}"
+    )
     lines = [f"longctx train: error: {where}: {what}"]
     if peers is not None:
         lines.append(f"longctx train: rank {rank}: {peers.report(what)}")

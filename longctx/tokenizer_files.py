@@ -28,19 +28,29 @@ TOKENIZER_FILES = (
 
 
 def find(folder: Path, patterns: Iterable[str] = TOKENIZER_FILES) -> list[Path]:
-    """Returns the files of a folder that match any of the patterns, relative to the folder, sorted."""
-    return sorted({file.relative_to(folder) for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    """Returns the files of a folder that match any of the patterns, relative to the folder,
+    sorted."""
+    return sorted(
+        {
+            file.relative_to(folder)
+            for pattern in patterns
+            for file in folder.glob(pattern)
+            if file.is_file()
+        }
+    )
 
 
 def copy(files: Iterable[Path], source: Path, target: Path) -> None:
-    """Copies `files`, relative to the folder `source`, to the same relative paths in the folder `target`."""
+    """Copies `files`, relative to the folder `source`, to the same relative paths in the folder
+    `target`."""
     for file in files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / file, target / file)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file of a checkpoint, {} if there is none. Raises UserError if it is damaged."""
+    """Returns the content of a JSON file of a checkpoint, {} if there is none. Raises UserError if
+    it is damaged."""
     try:
         return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
     except (ValueError, TypeError) as error:

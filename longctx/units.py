@@ -30,11 +30,14 @@ def format_ranks(ranks: Sequence[int]) -> str:
             spans[-1] = (spans[-1][0], rank)
         else:
             spans.append((rank, rank))
-    return "ranks " + ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
+    return "ranks " + ", ".join(
+        str(first) if first == last else f"{first} to {last}" for first, last in spans
+    )
 
 
 def largest(numbers: Iterable[float], default: float = math.nan) -> float:
-    """Returns the largest number, NaN if one is NaN, which `max` overlooks unless it comes first; `default` of none."""
+    """Returns the largest number, NaN if one is NaN, which `max` overlooks unless it comes first;
+    `default` of none."""
     found = list(numbers)
     if any(map(math.isnan, found)):
         return math.nan

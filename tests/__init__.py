@@ -1,4 +1,5 @@
-"""One thread in every process of the tests: those of several processes on two cores wait for each other, ten times as long."""
+"""One thread in every process of the tests: those of several processes on two cores wait for each
+other, ten times as long."""
 
 import os
 

@@ -14,8 +14,12 @@ from longctx.planning.tree import Trees
 
 
 def in_rounds(placements: Sequence[Placement], rounds: int | tuple[int, ...]) -> list[Placement]:
-    """Returns the placements with these exchange rounds, one number for all documents or one for each."""
-    return [replace(p, rounds=rounds if isinstance(rounds, int) else rounds[p.document]) for p in placements]
+    """Returns the placements with these exchange rounds, one number for all documents or one for
+    each."""
+    return [
+        replace(p, rounds=rounds if isinstance(rounds, int) else rounds[p.document])
+        for p in placements
+    ]
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ class Case:
     trees: Trees = field(default_factory=dict)
 
     def layout(self, rank: int) -> Layout:
-        return Layout.of(in_rounds(self.placements, self.exchange_rounds), self.lengths, 0, rank, self.trees)
+        return Layout.of(
+            in_rounds(self.placements, self.exchange_rounds), self.lengths, 0, rank, self.trees
+        )
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q, k, v and dout of all documents, concatenated, in `dtype`."""
@@ -55,7 +61,10 @@ class Case:
         tokens, dim, v_dim = sum(self.lengths), self.head_dim, self.v_head_dim or self.head_dim
         heads = (self.heads, dim), (self.kv_heads, dim), (self.kv_heads, v_dim), (self.heads, v_dim)
         shapes = [(tokens, *shape) for shape in heads]
-        q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes)
+        q, k, v, dout = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            for shape in shapes
+        )
         return q, k, v, dout
 
     def attention(self, rank: int, exchange: Any = Exchange) -> RingAttention | HybridAttention:
@@ -72,7 +81,11 @@ class Case:
 
     def sinks(self) -> torch.Tensor | None:
         """Returns a learned logit per head, if the case has them."""
-        return torch.linspace(-1, 2, self.heads, dtype=torch.float64).requires_grad_() if self.sink_logits else None
+        return (
+            torch.linspace(-1, 2, self.heads, dtype=torch.float64).requires_grad_()
+            if self.sink_logits
+            else None
+        )
 
     def rows(self, rank: int) -> torch.Tensor:
         """Returns the row in `inputs` of each row of a rank's buffer (without padding)."""
@@ -85,8 +98,11 @@ class Case:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
-    """Runs on each rank: ring attention on its rows; returns out, dq, dk, dv including padding rows, and dsinks."""
+def run_case(
+    case: Case, inputs: tuple[torch.Tensor, ...] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Runs on each rank: ring attention on its rows; returns out, dq, dk, dv including padding
+    rows, and dsinks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = case.rows(rank)
     padded = []
@@ -104,7 +120,8 @@ def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tupl
 
 
 def gather(case: Case, results: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Reorders the ranks' results by document, sums gradients of sinks, and checks that padding rows are zero."""
+    """Reorders the ranks' results by document, sums gradients of sinks, and checks that padding
+    rows are zero."""
     q, k, v, dout = case.inputs()
     like: list[Any] = [torch.zeros_like(t) for t in (dout, q, k, v)]
     for rank, result in enumerate(results):
@@ -112,16 +129,20 @@ def gather(case: Case, results: list[tuple[torch.Tensor, ...]]) -> list[torch.Te
         for whole, part in zip(like, result[:4], strict=True):
             assert not part[len(rows) :].any(), "padding rows must stay zero"
             whole[rows] = part[: len(rows)]
-    return [*like, torch.stack([result[4] for result in results]).sum(0)] if case.sink_logits else like
+    return (
+        [*like, torch.stack([result[4] for result in results]).sum(0)] if case.sink_logits else like
+    )
 
 
 def relative_errors(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
     return [
-        float((g.double() - w.double()).norm() / w.double().norm().clamp_min(1e-30)) for g, w in zip(got, wanted, strict=True)
+        float((g.double() - w.double()).norm() / w.double().norm().clamp_min(1e-30))
+        for g, w in zip(got, wanted, strict=True)
     ]
 
 
 def assert_exact(got: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
-    """With a single key, gradients of q and k are 0 in float64: these are compared with the size of the inputs instead."""
+    """With a single key, gradients of q and k are 0 in float64: these are compared with the size of
+    the inputs instead."""
     for error, part, reference in zip(relative_errors(got, exact), got, exact, strict=True):
         assert error <= 1e-5 or float((part.double() - reference).abs().max()) <= 1e-6

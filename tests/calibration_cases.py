@@ -42,7 +42,9 @@ def measure_profile(local_ranks: list[int], settings: list[str]) -> dict[str, An
 
 def ranks_per_node(local_ranks: list[int]) -> int | str:
     try:
-        return calibration.ranks_per_node(make_groups(torch.device("cpu")), local_ranks[dist.get_rank()])
+        return calibration.ranks_per_node(
+            make_groups(torch.device("cpu")), local_ranks[dist.get_rank()]
+        )
     except ValueError as error:
         return str(error)
 
@@ -63,7 +65,8 @@ def time_a_slow_rank(seconds: float) -> list[float]:
 
 
 def count_bytes(length: int, recompute: bool, keep_kv: bool) -> list[tuple[int, int]]:
-    """Returns this rank's (sent, received) bytes per pass, for one layer and one document on all ranks."""
+    """Returns this rank's (sent, received) bytes per pass, for one layer and one document on all
+    ranks."""
     counted: list[tuple[int, int]] = []
 
     class Counting(Exchange):
@@ -72,7 +75,9 @@ def count_bytes(length: int, recompute: bool, keep_kv: bool) -> list[tuple[int, 
             return super().start(outgoing, incoming, rows)
 
     layout = Layout.of([Placement(0, 0, dist.get_world_size())], [length], 0, dist.get_rank())
-    attention = RingAttention(layout, group=make_groups(torch.device("cpu")).exchange, exchange=Counting, keep_kv=keep_kv)
+    attention = RingAttention(
+        layout, group=make_groups(torch.device("cpu")).exchange, exchange=Counting, keep_kv=keep_kv
+    )
     q, k, v = (torch.randn(layout.tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     if recompute:
         attention(q.detach(), k.detach(), v.detach())

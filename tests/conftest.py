@@ -1,4 +1,5 @@
-"""What all tests share: the pool of processes, the repository's root, property tests that draw the same examples each time."""
+"""What all tests share: the pool of processes, the repository's root, property tests that draw the
+same examples each time."""
 
 import os
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from hypothesis import settings
 
 from tests.workers import Workers
 
-# Triton reads this when it is first imported: where there is no GPU, the tests interpret its kernels.
+# Triton reads this when it is first imported: where there is no GPU, the tests interpret its
+# kernels.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# `--hypothesis-profile explore` draws new examples instead, and ten times as many, to look for what the fixed ones miss.
+# `--hypothesis-profile explore` draws new examples instead, and ten times as many, to look for what
+# the fixed ones miss.
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("explore", deadline=None, max_examples=250, print_blob=True)
 settings.load_profile("steady")
@@ -48,7 +51,8 @@ def shorts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Metrics of ten steps of one process on the small store, with which tests compare runs on several ranks."""
+    """Metrics of ten steps of one process on the small store, with which tests compare runs on
+    several ranks."""
     from tests.training_cases import train
 
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [])[0]

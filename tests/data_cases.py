@@ -51,13 +51,20 @@ def written(folder: Path, records: Sequence[Any], suffix: str = "jsonl") -> Path
     return path
 
 
-def documents(folder: Path, records: Sequence[Any], suffix: str = "jsonl", **options: Any) -> list[Document]:
+def documents(
+    folder: Path, records: Sequence[Any], suffix: str = "jsonl", **options: Any
+) -> list[Document]:
     return list(open_corpus(str(written(folder, records, suffix)), **options).documents())
 
 
-def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, name: str = "store") -> Store:
-    """Makes a store of plain bytes with documents of `lengths` tokens (end tokens included), then conversations."""
-    records: list[Any] = [{"text": text_of(length - 1, seed)} for seed, length in enumerate(lengths)]
+def byte_store(
+    folder: Path, lengths: Sequence[int], *, conversations: int = 0, name: str = "store"
+) -> Store:
+    """Makes a store of plain bytes with documents of `lengths` tokens (end tokens included), then
+    conversations."""
+    records: list[Any] = [
+        {"text": text_of(length - 1, seed)} for seed, length in enumerate(lengths)
+    ]
     records += [{"messages": CONVERSATION}] * conversations
     source = write_jsonl(folder / f"{name}.jsonl", records)
     prepare(open_corpus(str(source)), folder / name, tokenizer="bytes")
@@ -72,11 +79,18 @@ def made(
     suffix: str = "jsonl",
     **options: Any,
 ) -> Store:
-    """Makes a store of these records, over one that is there, with the text of a chat template if one is given."""
+    """Makes a store of these records, over one that is there, with the text of a chat template if
+    one is given."""
     if template is not None:
         (folder / "t.jinja").write_text(template)
         options["chat_template"] = str(folder / "t.jinja")
-    prepare(written(folder, records, suffix), folder / "store", tokenizer=str(tokenizer), overwrite=True, **options)
+    prepare(
+        written(folder, records, suffix),
+        folder / "store",
+        tokenizer=str(tokenizer),
+        overwrite=True,
+        **options,
+    )
     return Store.open(folder / "store")
 
 
@@ -85,30 +99,37 @@ def whole(store: Store, document: int = 0) -> str:
 
 
 def learnt(store: Store, document: int = 0) -> str:
-    """Returns the text with loss, without the end of a document, which ChatML as text trains after a trained last answer."""
+    """Returns the text with loss, without the end of a document, which ChatML as text trains after
+    a trained last answer."""
     _, labels = store.read(document, 0, int(store.lengths[document]))
     text = store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL)
     return text.removesuffix("\n<|endoftext|>")
 
 
 def interrupt(stage: str, share: float) -> None:
-    """Ends a preparation that reports its progress here when more than half of the documents are tokenized."""
+    """Ends a preparation that reports its progress here when more than half of the documents are
+    tokenized."""
     if stage == "tokenizing" and share > 0.6:
         raise KeyboardInterrupt
 
 
 def random_plan(lengths: Sequence[int], ranks: int, seed: int) -> Plan:
-    """Returns a plan with documents on random rings of random micro-batches: any plan that I1 allows, sensible or not."""
+    """Returns a plan with documents on random rings of random micro-batches: any plan that I1
+    allows, sensible or not."""
     random = Random(seed)
     micro_batches: list[list[Placement]] = [[] for _ in range(random.randint(1, 3))]
     for document in range(len(lengths)):
         degree = random.randint(1, ranks)
-        placement = Placement(document, random.randint(0, ranks - degree), degree, reversed=random.random() < 0.5)
+        placement = Placement(
+            document, random.randint(0, ranks - degree), degree, reversed=random.random() < 0.5
+        )
         random.choice(micro_batches).append(placement)
     return placed_plan(lengths, ranks, micro_batches)
 
 
-def placed_plan(lengths: Sequence[int], ranks: int, micro_batches: Sequence[Sequence[Placement]]) -> Plan:
+def placed_plan(
+    lengths: Sequence[int], ranks: int, micro_batches: Sequence[Sequence[Placement]]
+) -> Plan:
     """Returns a plan with these placements; its times are meaningless."""
     return Plan(
         mode="static",

@@ -1,4 +1,5 @@
-"""Tiny encoders of transformers, and one step on masked documents in a loop of one's own, over several ranks."""
+"""Tiny encoders of transformers, and one step on masked documents in a loop of one's own, over
+several ranks."""
 
 from typing import Any
 
@@ -31,11 +32,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def build_encoder(kind: str, **settings: Any) -> PreTrainedModel:
-    """Builds an encoder of a type, with eager attention; its weights are large enough for attention to matter."""
-    sizes = {key: value for key, value in SIZE.items() if key not in ("num_key_value_heads", "head_dim")}
-    given = {**sizes, "max_position_embeddings": 128, "pad_token_id": 1, **SETTINGS.get(kind, {}), **settings}
+    """Builds an encoder of a type, with eager attention; its weights are large enough for attention
+    to matter."""
+    sizes = {
+        key: value for key, value in SIZE.items() if key not in ("num_key_value_heads", "head_dim")
+    }
+    given = {
+        **sizes,
+        "max_position_embeddings": 128,
+        "pad_token_id": 1,
+        **SETTINGS.get(kind, {}),
+        **settings,
+    }
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, **given), attn_implementation="eager")
+    model: PreTrainedModel = AutoModelForMaskedLM.from_config(
+        AutoConfig.for_model(kind, **given), attn_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -45,10 +57,15 @@ def build_encoder(kind: str, **settings: Any) -> PreTrainedModel:
 def masked_documents() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns tokens, a third of which are masked, and labels of these."""
     generator = torch.Generator().manual_seed(1)
-    found = [torch.randint(SPECIAL, SIZE["vocab_size"], (length,), generator=generator) for length in LENGTHS]
+    found = [
+        torch.randint(SPECIAL, SIZE["vocab_size"], (length,), generator=generator)
+        for length in LENGTHS
+    ]
     masks = [torch.rand(length, generator=generator) < 0.3 for length in LENGTHS]
     pairs = list(zip(found, masks, strict=True))
-    return [tokens.masked_fill(mask, 5) for tokens, mask in pairs], [tokens.where(mask, -100) for tokens, mask in pairs]
+    return [tokens.masked_fill(mask, 5) for tokens, mask in pairs], [
+        tokens.where(mask, -100) for tokens, mask in pairs
+    ]
 
 
 def reference(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -57,15 +74,21 @@ def reference(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
     targets = sum(int((label != IGNORED_LABEL).sum()) for label in labels)
     loss = torch.zeros(())
     for document, label in zip(documents, labels, strict=True):
-        part = F.cross_entropy(model(input_ids=document[None]).logits[0], label, reduction="sum") / targets
+        part = (
+            F.cross_entropy(model(input_ids=document[None]).logits[0], label, reduction="sum")
+            / targets
+        )
         part.backward()
         loss += part.detach()
     return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
 def batches(ranks: int, rank: int) -> tuple[list[MicroBatch], int]:
-    """Returns a rank's micro-batches, with documents of degrees 1 to 3, and the number of targets of all ranks."""
-    return pack_documents(placed_plan(LENGTHS, ranks, PLACEMENTS_OF[ranks]), rank, *masked_documents(), shift=False)
+    """Returns a rank's micro-batches, with documents of degrees 1 to 3, and the number of targets
+    of all ranks."""
+    return pack_documents(
+        placed_plan(LENGTHS, ranks, PLACEMENTS_OF[ranks]), rank, *masked_documents(), shift=False
+    )
 
 
 def step(kind: str) -> tuple[float, dict[str, torch.Tensor]]:

@@ -1,4 +1,5 @@
-"""Functions that the evaluation tests run on ranks, and plain references in one process without packing."""
+"""Functions that the evaluation tests run on ranks, and plain references in one process without
+packing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,10 +34,19 @@ CHAT = (
 
 def save_checkpoint(folder: Path, kind: str = "llama", chat: bool = True) -> Path:
     """Saves a tiny model with a byte-level tokenizer by transformers."""
-    model = build_model(kind, "sdpa", vocab_size=257, max_position_embeddings=4096, bos_token_id=None, eos_token_id=256)
+    model = build_model(
+        kind,
+        "sdpa",
+        vocab_size=257,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
     model.save_pretrained(folder)
     Tokenizer.bytes().save(folder / "given.json")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "given.json"), eos_token=END_OF_DOCUMENT)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "given.json"), eos_token=END_OF_DOCUMENT
+    )
     (folder / "given.json").unlink()
     if chat:
         tokenizer.chat_template = CHAT
@@ -46,7 +56,11 @@ def save_checkpoint(folder: Path, kind: str = "llama", chat: bool = True) -> Pat
 
 def train_checkpoint(folder: Path, store: Path, run: Path) -> None:
     """Trains a checkpoint for a step by transformers' own code, and saves it."""
-    settings = [*FOR_CHECKPOINTS, f"model.from_pretrained={folder}", "model.implementation=transformers"]
+    settings = [
+        *FOR_CHECKPOINTS,
+        f"model.from_pretrained={folder}",
+        "model.implementation=transformers",
+    ]
     settings += [f"data.store={store}", f"train.run_dir={run}", "batch.tokens_per_rank=1500"]
     config = load(None, settings, world_size=1)
     (run / "config.yaml").write_text(config.to_yaml(), "utf-8")
@@ -61,24 +75,34 @@ def opened(name: str, settings: Sequence[str]) -> tuple[Target, Passes]:
     target = Target.open(name, settings, dist.get_world_size())
     parallel = target.config.parallel
     mesh = make_groups(
-        torch.device("cpu"), tensor=parallel.tensor_parallel_size, pipeline=parallel.pipeline_parallel_size, timeout_s=30
+        torch.device("cpu"),
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        timeout_s=30,
     )
     passes, target = target.build(mesh)
     return target, passes
 
 
-def losses(name: str, store: Path, settings: Sequence[str], first: int | None = None) -> dict[str, Any]:
+def losses(
+    name: str, store: Path, settings: Sequence[str], first: int | None = None
+) -> dict[str, Any]:
     target, passes = opened(name, settings)
     given = Store.open(store)
-    documents = Documents.choose(target.config, given, target.max_length(dist.get_world_size()), first)
+    documents = Documents.choose(
+        target.config, given, target.max_length(dist.get_world_size()), first
+    )
     planner = make_evaluation_planner(passes)
-    degrees = [degree for step in documents.steps(planner, passes.mesh) for degree in step.plan.degrees]
+    degrees = [
+        degree for step in documents.steps(planner, passes.mesh) for degree in step.plan.degrees
+    ]
     report = evaluate(documents, passes.look, planner, passes.mesh).as_json()
     return {**report, "degrees": degrees, "notes": target.notes}
 
 
 def plain_losses(folder: Path, store: Path, max_length: int) -> list[tuple[int, np.ndarray]]:
-    """Returns the length of every piece of a store's documents, and -log p of its tokens but the first, by transformers."""
+    """Returns the length of every piece of a store's documents, and -log p of its tokens but the
+    first, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     given, found = Store.open(store), []
     for document, length in enumerate(given.lengths.tolist()):
@@ -87,5 +111,7 @@ def plain_losses(folder: Path, store: Path, max_length: int) -> list[tuple[int, 
             tokens = torch.from_numpy(given.read(document, start, stop)[0])
             with torch.no_grad():
                 logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-            found.append((stop - start, F.cross_entropy(logits, tokens[1:], reduction="none").numpy()))
+            found.append(
+                (stop - start, F.cross_entropy(logits, tokens[1:], reduction="none").numpy())
+            )
     return found

@@ -23,7 +23,13 @@ def untouched(store: Path, sources: list[Path], runs: Path, settings: list[str])
 
 
 def begin(store: Path, run: Path, settings: list[str]) -> Trainer:
-    everything = [*SETTINGS, f"data.store={store}", f"train.run_dir={run}", "log.tensorboard=false", *settings]
+    everything = [
+        *SETTINGS,
+        f"data.store={store}",
+        f"train.run_dir={run}",
+        "log.tensorboard=false",
+        *settings,
+    ]
     config = load(None, everything, world_size=dist.get_world_size())
     parallel = config.parallel
     sizes = {"tensor": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}

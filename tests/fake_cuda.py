@@ -1,4 +1,5 @@
-"""Torch on a CPU that takes CUDA for present, as far as fake tensors need it: streams and events that do nothing."""
+"""Torch on a CPU that takes CUDA for present, as far as fake tensors need it: streams and events
+that do nothing."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

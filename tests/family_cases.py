@@ -1,4 +1,5 @@
-"""Every causal language model of the installed transformers, tiny: compares a step on two ranks with one unpacked process."""
+"""Every causal language model of the installed transformers, tiny: compares a step on two ranks
+with one unpacked process."""
 
 import warnings
 from collections.abc import Iterable
@@ -23,36 +24,58 @@ FAMILIES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 MIXING = 1e-2
-"""Minimum relative change of gradients if documents see each other; a tiny model with a smaller change proves nothing."""
+"""Minimum relative change of gradients if documents see each other; a tiny model with a smaller
+change proves nothing."""
 VOCABULARY = 72
 """Documents use the first 64 tokens; the others are special tokens."""
 
 SMALL: dict[str, Any] = {
     name: value
     for value, names in {
-        32: "hidden_size n_embd d_model emb_dim dim_model embedding_size word_embed_proj_dim embedding_dim input_size",
-        48: "intermediate_size intermediate_size_mlp ffn_dim ffn_hidden_size n_inner d_ff d_inner dim_ff feed_forward_size "
+        32: "hidden_size n_embd d_model emb_dim dim_model embedding_size word_embed_proj_dim "
+        "embedding_dim input_size",
+        48: "intermediate_size intermediate_size_mlp ffn_dim ffn_hidden_size n_inner d_ff d_inner "
+        "dim_ff feed_forward_size "
         "decoder_ffn_dim encoder_ffn_dim dff dense_intermediate_size",
-        16: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size q_lora_rank "
-        "kv_lora_rank qk_nope_head_dim moe_shared_expert_intermediate_size sliding_window sliding_window_size "
-        "attention_window_size window_size local_attention keep_window_size adapter_rank lru_width mamba_d_state "
+        16: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
+        "shared_intermediate_size q_lora_rank "
+        "kv_lora_rank qk_nope_head_dim moe_shared_expert_intermediate_size sliding_window "
+        "sliding_window_size "
+        "attention_window_size window_size local_attention keep_window_size adapter_rank lru_width "
+        "mamba_d_state "
         "ssm_state_size state_size hidden_size_per_layer_input index_block_size",
-        4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
-        "num_decoder_attention_heads num_encoder_attention_heads num_local_experts num_experts n_routed_experts "
+        4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+        "encoder_attention_heads attention_heads "
+        "num_decoder_attention_heads num_encoder_attention_heads num_local_experts num_experts "
+        "n_routed_experts "
         "moe_num_experts index_n_heads num_query_groups",
-        2: "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers num_decoder_layers "
-        "num_encoder_layers num_key_value_heads kv_n_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k "
+        2: "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers "
+        "num_decoder_layers "
+        "num_encoder_layers num_key_value_heads kv_n_heads num_kv_heads num_experts_per_tok "
+        "num_experts_per_token moe_k "
         "moe_topk moe_top_k top_k_experts num_layers_per_stack swa_num_key_value_heads",
-        8: "head_dim qk_rope_head_dim v_head_dim kv_channels d_kv d_head dim_head attention_head_dim attention_head_size "
+        8: "head_dim qk_rope_head_dim v_head_dim kv_channels d_kv d_head dim_head "
+        "attention_head_dim attention_head_size "
         "index_head_dim swa_head_dim rotary_dim",
-        1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts "
+        1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts "
+        "moe_num_shared_experts "
         "first_k_dense_replace num_dense_layers",
         VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
-        256: "max_position_embeddings n_positions max_seq_len n_ctx max_target_positions context_length",
+        256: "max_position_embeddings n_positions max_seq_len n_ctx max_target_positions "
+        "context_length",
     }.items()
     for name in names.split()
 }
-LATENT = ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa")
+LATENT = (
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+)
 LATENT += ("kimi_linear", "minicpm3", "youtu")
 """Latent attention: equal numbers of key and query heads."""
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
@@ -69,7 +92,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"num_key_value_heads": 4} for kind in LATENT},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"), _HEADS),
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
+    "cohere_compass_text": {
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
+    },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "dory": {
@@ -86,7 +111,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "intermediate_size": 48,
     },
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
@@ -100,7 +127,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "dots3_note": {"text_config": {"num_key_value_heads": 4}},
-    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 1},
+    "reformer": {
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 1,
+    },
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 4,
@@ -109,7 +140,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16,
         "attention_hidden_size": 64,
     },
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "attention_head_dim": 16},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "n_mamba_heads": 8,
+        "attention_head_dim": 16,
+    },
     "zaya": {**_HEADS, "num_experts_per_tok": 1},
 }
 """Additional settings that single model types need to be consistent when small."""
@@ -117,7 +152,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of a model type. Errors are relative; `mixing` is the gradient error if documents see each other."""
+    """The outcome of a model type. Errors are relative; `mixing` is the gradient error if documents
+    see each other."""
 
     kind: str
     text: str = ""
@@ -168,7 +204,9 @@ def make_config(kind: str) -> Any:
 def build(kind: str, attention: str) -> PreTrainedModel:
     """Builds a model of a type with weights large enough for attention to matter."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(kind), attn_implementation=attention).float()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        make_config(kind), attn_implementation=attention
+    ).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -200,8 +238,15 @@ def _classify(kind: str) -> Finding:
         ring_loss = ring_step(model, documents)
     except HuggingFaceError as error:
         return Finding("refused", str(error))
-    loss_error, gradient_error = abs(ring_loss - loss) / abs(loss), largest_error(gradients(model), expected)
-    exact = loss_error <= LOSS_TOLERANCE and gradient_error <= GRADIENT_TOLERANCE and router_loss_is_refused(model, documents)
+    loss_error, gradient_error = (
+        abs(ring_loss - loss) / abs(loss),
+        largest_error(gradients(model), expected),
+    )
+    exact = (
+        loss_error <= LOSS_TOLERANCE
+        and gradient_error <= GRADIENT_TOLERANCE
+        and router_loss_is_refused(model, documents)
+    )
     model.set_attn_implementation(plain)
     restore_linear(model)
     model.zero_grad()
@@ -221,7 +266,9 @@ def _build_plain(kind: str) -> PreTrainedModel:
             raise error from None
 
 
-def _step(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+def _step(
+    model: PreTrainedModel, documents: list[torch.Tensor]
+) -> tuple[float, list[torch.Tensor]]:
     """Returns loss and gradients of one process that trains one document at a time."""
     model.zero_grad()
     loss, found = unpacked(model, documents)
@@ -229,21 +276,28 @@ def _step(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float,
 
 
 def largest_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Returns the largest relative error of a parameter's gradient; tiny gradients count as 1/1000 of the largest."""
+    """Returns the largest relative error of a parameter's gradient; tiny gradients count as 1/1000
+    of the largest."""
     floor = 1e-3 * max(float(gradient.norm()) for gradient in expected)
     pairs = zip(found, expected, strict=True)
-    return max(float((mine - theirs).norm()) / max(float(theirs.norm()), floor) for mine, theirs in pairs)
+    return max(
+        float((mine - theirs).norm()) / max(float(theirs.norm()), floor) for mine, theirs in pairs
+    )
 
 
 def router_loss_is_refused(model: PreTrainedModel, documents: list[torch.Tensor]) -> bool:
-    """Returns whether requesting the auxiliary loss in the call is an error; True for models without one."""
+    """Returns whether requesting the auxiliary loss in the call is an error; True for models
+    without one."""
     if not hasattr(model.config.get_text_config(), "output_router_logits"):
         return True
-    (batch,), targets = pack_documents(placed_plan(LENGTHS[:1], 1, [[Placement(0, 0, 1)]]), 0, documents[:1])
+    (batch,), targets = pack_documents(
+        placed_plan(LENGTHS[:1], 1, [[Placement(0, 0, 1)]]), 0, documents[:1]
+    )
     try:
         with torch.no_grad():
             plain, asked = (
-                model(**model_inputs(model, batch, targets), **extra).loss for extra in ({}, {"output_router_logits": True})
+                model(**model_inputs(model, batch, targets), **extra).loss
+                for extra in ({}, {"output_router_logits": True})
             )
     except HuggingFaceError:
         return True
@@ -254,7 +308,9 @@ def ring_step(model: PreTrainedModel, documents: list[torch.Tensor]) -> float:
     """Returns the loss of a step over all ranks and leaves its gradients in the model."""
     plan = placed_plan(LENGTHS, dist.get_world_size(), PLACEMENTS)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
-    return summed_step(model, (model(**model_inputs(model, batch, targets)).loss for batch in micro_batches))
+    return summed_step(
+        model, (model(**model_inputs(model, batch, targets)).loss for batch in micro_batches)
+    )
 
 
 def summed_step(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> float:
@@ -271,13 +327,19 @@ def summed_step(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> float:
 
 
 def unseparated(model: PreTrainedModel, documents: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the loss if all documents share one row and see each other, as with a wrong integration."""
-    labels = torch.cat([torch.cat([document[1:], torch.tensor([-100])]) for document in documents]).unsqueeze(0)
+    """Returns the loss if all documents share one row and see each other, as with a wrong
+    integration."""
+    labels = torch.cat(
+        [torch.cat([document[1:], torch.tensor([-100])]) for document in documents]
+    ).unsqueeze(0)
     ids = torch.cat(documents).unsqueeze(0)
     loss: torch.Tensor = model(
         input_ids=ids,
-        position_ids=torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0),
-        attention_mask=torch.ones_like(ids),  # keeps transformers from deriving documents from the positions
+        position_ids=torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(
+            0
+        ),
+        # Keeps transformers from deriving documents from the positions.
+        attention_mask=torch.ones_like(ids),
         labels=labels,
         shift_labels=labels,
         num_items_in_batch=sum(LENGTHS) - len(LENGTHS),

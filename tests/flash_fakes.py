@@ -1,7 +1,8 @@
-"""Fakes of the flash libraries on the CPU: the functions that the flash kernel calls, with their real names, arguments, layouts
-and pitfalls, computed by the reference kernel.
+"""Fakes of the flash libraries on the CPU: the functions that the flash kernel calls, with their
+real names, arguments, layouts and pitfalls, computed by the reference kernel.
 
-They are at least as strict as the libraries: rows without keys or queries are NaN, as the libraries differ in them.
+They are at least as strict as the libraries: rows without keys or queries are NaN, as the libraries
+differ in them.
 """
 
 import inspect
@@ -60,12 +61,17 @@ bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, T
 
 
 class Sequences:
-    """Does the checks of every library, and computes the keys that the queries of each sequence see."""
+    """Does the checks of every library, and computes the keys that the queries of each sequence
+    see."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, edges_q: Any, edges_k: Any, most_q: Any, most_k: Any) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, edges_q: Any, edges_k: Any, most_q: Any, most_k: Any
+    ) -> None:
         for x in (q, k, v):
             assert x.dim() == 3 and x.stride(-1) == 1
-        assert q.shape[1] % k.shape[1] == 0 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
+        assert (
+            q.shape[1] % k.shape[1] == 0 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
+        )
         for edges, rows in ((edges_q, len(q)), (edges_k, len(k))):
             assert edges.dtype == torch.int32 and edges.is_contiguous() and edges.dim() == 1
             assert edges[0] == 0 and edges[-1] == rows and (edges.diff() >= 0).all()
@@ -81,18 +87,33 @@ class Sequences:
         for (q0, q1), (k0, k1) in zip(self.q, self.k, strict=True):
             shift = (k1 - k0) - (q1 - q0)
             if q1 > q0 and k1 > k0:
-                lo, hi = None if left is None else shift - left, None if right is None else shift + right
+                lo, hi = (
+                    None if left is None else shift - left,
+                    None if right is None else shift + right,
+                )
                 made.append(Segment(q0, q1, k0, k1, lo, hi))
         return made
 
     def lonely(self) -> tuple[list[int], list[int]]:
         """Queries of sequences without keys, and keys of sequences without queries."""
-        queries = [row for (q0, q1), (k0, k1) in zip(self.q, self.k, strict=True) if k0 == k1 for row in range(q0, q1)]
-        keys = [row for (q0, q1), (k0, k1) in zip(self.q, self.k, strict=True) if q0 == q1 for row in range(k0, k1)]
+        queries = [
+            row
+            for (q0, q1), (k0, k1) in zip(self.q, self.k, strict=True)
+            if k0 == k1
+            for row in range(q0, q1)
+        ]
+        keys = [
+            row
+            for (q0, q1), (k0, k1) in zip(self.q, self.k, strict=True)
+            if q0 == q1
+            for row in range(k0, k1)
+        ]
         return queries, keys
 
 
-def attend(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: Any) -> Any:
+def attend(
+    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: Any
+) -> Any:
     out, lse = reference.forward(q, k, v, sequences.segments(*window), Options(scale, softcap))
     queries, _ = sequences.lonely()
     out[queries], lse[queries] = float("nan"), float("inf")
@@ -103,16 +124,23 @@ def differentiate(
     sequences: Sequences, tensors: tuple[Tensor, ...], scale: float, softcap: float, window: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, out, lse = tensors
-    assert dout.stride(-1) == 1 and out.stride(-1) == 1 and dout.shape == out.shape == (*q.shape[:2], v.shape[2])
+    assert (
+        dout.stride(-1) == 1
+        and out.stride(-1) == 1
+        and dout.shape == out.shape == (*q.shape[:2], v.shape[2])
+    )
     assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous() and lse.dtype == torch.float32
-    dq, dk, dv = reference.backward(dout, q, k, v, out, lse.T, sequences.segments(*window), Options(scale, softcap))
+    dq, dk, dv = reference.backward(
+        dout, q, k, v, out, lse.T, sequences.segments(*window), Options(scale, softcap)
+    )
     queries, keys = sequences.lonely()
     dq[queries], dk[keys], dv[keys] = float("nan"), float("nan"), float("nan")
     return dq, dk, dv
 
 
 def function(name: str, arguments: str, compute: Callable[[SimpleNamespace], Any]) -> Any:
-    """A function with this name and these arguments, which calls `compute` with all of them, defaults included."""
+    """A function with this name and these arguments, which calls `compute` with all of them,
+    defaults included."""
     signature = inspect.signature(eval(f"(lambda {arguments}: None)"))
 
     def called(*values: Any, **named: Any) -> Any:
@@ -147,14 +175,22 @@ def _window_4(passed: SimpleNamespace) -> tuple[int | None, int | None]:
 def _forward_4(passed: SimpleNamespace) -> Any:
     assert passed.return_lse
     tensors = passed.q, passed.k, passed.v
-    attended = attend(sequences_of(passed), *tensors, passed.softmax_scale, passed.softcap or 0.0, _window_4(passed))
+    attended = attend(
+        sequences_of(passed),
+        *tensors,
+        passed.softmax_scale,
+        passed.softcap or 0.0,
+        _window_4(passed),
+    )
     return (*attended, None, None, None)
 
 
 def _backward_4(passed: SimpleNamespace) -> Any:
     deterministic_calls.append(("flash-attn 4", passed.deterministic))
     tensors = passed.dout, passed.q, passed.k, passed.v, passed.out, passed.lse
-    return differentiate(sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, _window_4(passed))
+    return differentiate(
+        sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, _window_4(passed)
+    )
 
 
 # flash-attn 3
@@ -172,7 +208,9 @@ def _window_3(passed: SimpleNamespace) -> tuple[int | None, int | None]:
 
 def _arguments_3(operator: Any, values: tuple[Any, ...]) -> SimpleNamespace:
     """Returns the arguments of an operator by name; torch leaves out trailing defaults."""
-    defaults = {argument.name: argument.default_value for argument in operator.default._schema.arguments}
+    defaults = {
+        argument.name: argument.default_value for argument in operator.default._schema.arguments
+    }
     passed = SimpleNamespace(**defaults | dict(zip(defaults, values, strict=False)))
     margins.append(passed.sm_margin)
     return passed
@@ -182,7 +220,9 @@ def _forward_3(*values: Any) -> tuple[Tensor, ...]:
     passed = _arguments_3(torch.ops.flash_attn_3.fwd, values)
     assert passed.num_splits == 1
     tensors = passed.q, passed.k, passed.v
-    out, lse = attend(sequences_of(passed), *tensors, passed.softmax_scale, passed.softcap, _window_3(passed))
+    out, lse = attend(
+        sequences_of(passed), *tensors, passed.softmax_scale, passed.softcap, _window_3(passed)
+    )
     return out, lse, out.new_empty(0), out.new_empty(0)
 
 
@@ -190,14 +230,21 @@ def _backward_3(*values: Any) -> tuple[Tensor, ...]:
     passed = _arguments_3(torch.ops.flash_attn_3.bwd, values)
     deterministic_calls.append(("flash-attn 3", passed.deterministic))
     tensors = passed.dout, passed.q, passed.k, passed.v, passed.out, passed.softmax_lse
-    copied(passed, differentiate(sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, _window_3(passed)))
+    copied(
+        passed,
+        differentiate(
+            sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, _window_3(passed)
+        ),
+    )
     return tuple(passed.q.new_empty(0) for _ in range(5))
 
 
 # flash-attn 2 and torch's copy of it
 
 
-def _check_2(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, window: Any, most_q: int) -> None:
+def _check_2(
+    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, window: Any, most_q: int
+) -> None:
     assert k.shape[2] == v.shape[2], "flash-attn 2 supports one head size only"
     if most_q == 1 and q.shape[1] > k.shape[1] and window == (None, None):
         q.reshape(len(sequences.q), -1, *q.shape[2:])  # treated as decoding: one query per sequence
@@ -217,23 +264,34 @@ def _window_2(causal: bool, left: int, right: int, most_k: int) -> tuple[int | N
 
 def _forward_2(passed: SimpleNamespace) -> tuple[Tensor, ...]:
     sequences = sequences_of(passed)
-    window = _window_2(passed.causal, passed.window_size_left, passed.window_size_right, passed.max_seqlen_k)
+    window = _window_2(
+        passed.causal, passed.window_size_left, passed.window_size_right, passed.max_seqlen_k
+    )
     _check_2(sequences, passed.q, passed.k, passed.v, window, passed.max_seqlen_q)
     assert passed.dropout_p == 0.0
-    out, lse = attend(sequences, passed.q, passed.k, passed.v, passed.softmax_scale, passed.softcap, window)
+    out, lse = attend(
+        sequences, passed.q, passed.k, passed.v, passed.softmax_scale, passed.softcap, window
+    )
     return out, lse, out.new_empty(0), out.new_empty(0)
 
 
 def _backward_2(passed: SimpleNamespace) -> Tensor:
-    window = _window_2(passed.causal, passed.window_size_left, passed.window_size_right, passed.max_seqlen_k)
+    window = _window_2(
+        passed.causal, passed.window_size_left, passed.window_size_right, passed.max_seqlen_k
+    )
     assert passed.dropout_p == 0.0
     deterministic_calls.append(("flash-attn 2", passed.deterministic))
     tensors = passed.dout, passed.q, passed.k, passed.v, passed.out, passed.softmax_lse
-    copied(passed, differentiate(sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, window))
+    copied(
+        passed,
+        differentiate(sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, window),
+    )
     return passed.q.new_empty(0)
 
 
-def _forward_torch(*values: Any, scale: float, window_size_left: int, window_size_right: int) -> tuple[Tensor, ...]:
+def _forward_torch(
+    *values: Any, scale: float, window_size_left: int, window_size_right: int
+) -> tuple[Tensor, ...]:
     q, k, v, *edges, dropout, is_causal, return_debug_mask = values
     sequences = Sequences(q, k, v, *edges)
     window = _window_2(is_causal, window_size_left, window_size_right, edges[3])
@@ -242,16 +300,23 @@ def _forward_torch(*values: Any, scale: float, window_size_left: int, window_siz
     return (*attend(sequences, q, k, v, scale, 0.0, window), *(q.new_empty(0) for _ in range(3)))
 
 
-def _backward_torch(*values: Any, scale: float, window_size_left: int, window_size_right: int) -> tuple[Tensor, ...]:
+def _backward_torch(
+    *values: Any, scale: float, window_size_left: int, window_size_right: int
+) -> tuple[Tensor, ...]:
     dout, q, k, v, out, lse, *edges, dropout, is_causal, rng_state, _ = values
     window = _window_2(is_causal, window_size_left, window_size_right, edges[3])
     assert dropout == 0.0 and rng_state.dtype == torch.uint64
-    asked = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    asked = (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     deterministic_calls.append(("torch's flash operators", asked))
     return differentiate(Sequences(q, k, v, *edges), (dout, q, k, v, out, lse), scale, 0.0, window)
 
 
-def module_of(name: str, functions: dict[str, str], *computations: Callable[[SimpleNamespace], Any]) -> ModuleType:
+def module_of(
+    name: str, functions: dict[str, str], *computations: Callable[[SimpleNamespace], Any]
+) -> ModuleType:
     made = ModuleType(name)
     for (called, arguments), compute in zip(functions.items(), computations, strict=True):
         setattr(made, called, function(called, arguments, compute))
@@ -265,9 +330,13 @@ def installed() -> Iterator[None]:
     vars(package)["__version__"] = "2.8.3"
     modules = {
         "flash_attn": package,
-        "flash_attn.cute.interface": module_of("flash_attn.cute.interface", FLASH_4, _forward_4, _backward_4),
+        "flash_attn.cute.interface": module_of(
+            "flash_attn.cute.interface", FLASH_4, _forward_4, _backward_4
+        ),
         "flash_attn_interface": ModuleType("flash_attn_interface"),
-        "flash_attn.flash_attn_interface": module_of("flash_attn.flash_attn_interface", FLASH_2, _forward_2, _backward_2),
+        "flash_attn.flash_attn_interface": module_of(
+            "flash_attn.flash_attn_interface", FLASH_2, _forward_2, _backward_2
+        ),
     }
     flash_3 = torch.library.Library("flash_attn_3", "DEF")
     for schema in FLASH_3.split("\nbwd"):

@@ -1,6 +1,7 @@
 """Finds operations of a training step that would make the host wait for a GPU, on a CPU.
 
-Tensors count as a GPU's if they are parameters, come out of `copy_to`, or are computed from such tensors.
+Tensors count as a GPU's if they are parameters, come out of `copy_to`, or are computed from such
+tensors.
 """
 
 import itertools
@@ -13,7 +14,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_iter
 
 import longctx
@@ -31,7 +36,16 @@ OPERATORS: dict[str, Any] = {
     "longctx::gather_heads": ulysses.gather_heads._init_fn,
 }
 """Python functions of the custom operators, which are opaque to modes."""
-DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "bincount")
+DATA_DEPENDENT = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "equal",
+    "is_nonzero",
+    "bincount",
+)
 MADE = ("full", "zeros", "ones", "empty", "arange")
 READS = ("cpu", "numpy", "tolist", "item", "__bool__", "__float__", "__int__", "__index__")
 
@@ -62,7 +76,14 @@ class HostWaits(TorchDispatchMode):
         self.mark(new)
         return new
 
-    def value(self, name: str, tensor: torch.Tensor, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def value(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        original: Callable[..., Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
         """Returns what the host reads from a tensor."""
         with _disable_current_modes():
             out = original(tensor, *arguments, **named)
@@ -77,7 +98,11 @@ class HostWaits(TorchDispatchMode):
         self.found.add(f"{operation} at {ours[-1] if ours else 'no place in longctx'}")
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
@@ -89,12 +114,21 @@ class HostWaits(TorchDispatchMode):
             return NotImplemented  # a DTensor, whose operations on local tensors come here next
         tainted = any(map(self.has, given))
         short = name.removeprefix("aten::")
-        if tainted and (short in DATA_DEPENDENT or (short in ("index", "index_put", "index_put_") and _by_mask(args))):
+        if tainted and (
+            short in DATA_DEPENDENT
+            or (short in ("index", "index_put", "index_put_") and _by_mask(args))
+        ):
             self.note(short)
         out = func(*args, **kwargs)
         if tainted:
-            named = {info.name: value for info, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-            written = [named[info.name] for info in func._schema.arguments if info.name in named and _is_written(info)]
+            named = {
+                info.name: value for info, value in zip(func._schema.arguments, args, strict=False)
+            } | kwargs
+            written = [
+                named[info.name]
+                for info in func._schema.arguments
+                if info.name in named and _is_written(info)
+            ]
             for value in tree_iter((out, written)):
                 if isinstance(value, torch.Tensor):
                     self.mark(value)
@@ -206,7 +240,8 @@ def waits_of_a_step(store: Path, run: Path, settings: list[str]) -> set[str]:
 
 
 def waits_of_a_trainer(trainer: Any) -> set[str]:
-    """Returns the waits between the ends of a trainer's first step and its second, those in longctx alone."""
+    """Returns the waits between the ends of a trainer's first step and its second, those in longctx
+    alone."""
     from transformers import TrainerCallback
 
     watch, watching = HostWaits(), ExitStack()
@@ -221,5 +256,6 @@ def waits_of_a_trainer(trainer: Any) -> set[str]:
     trainer.add_callback(Watching())
     trainer.train()
     assert watch.on_device
-    own = ("at train", "at _wrapping_again", "at no place in longctx")  # the trainer's loop, which our `train` calls
+    # The trainer's loop, which our `train` calls.
+    own = ("at train", "at _wrapping_again", "at no place in longctx")
     return {wait for wait in watch.found if not wait.endswith(own)}

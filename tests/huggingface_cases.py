@@ -1,4 +1,5 @@
-"""Tiny models of transformers, trained with ring attention over several ranks and in one process without packing."""
+"""Tiny models of transformers, trained with ring attention over several ranks and in one process
+without packing."""
 
 from typing import Any
 
@@ -33,10 +34,26 @@ SIZE = {
 }
 SPECIAL: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
-    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None},
+    "gpt2": {
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     "mistral": {"sliding_window": 16},
-    "gemma2": {"sliding_window": 16, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4, "attention_dropout": 0.0},
-    "gpt_oss": {"sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "eos_token_id": None},
+    "gemma2": {
+        "sliding_window": 16,
+        "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 4,
+        "attention_dropout": 0.0,
+    },
+    "gpt_oss": {
+        "sliding_window": 16,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "eos_token_id": None,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "q_lora_rank": 16,
@@ -52,12 +69,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
-"""Special settings of model types: custom scale, sliding windows, soft caps, sinks, unequal head sizes."""
+"""Special settings of model types: custom scale, sliding windows, soft caps, sinks, unequal head
+sizes."""
 
 
 def build_model(kind: str, attention: str, **settings: Any) -> PreTrainedModel:
-    """Builds a model of a type, prepared if `attention` is "longctx". Its weights depend only on the type and are large enough
-    for attention to matter."""
+    """Builds a model of a type, prepared if `attention` is "longctx". Its weights depend only on
+    the type and are large enough for attention to matter."""
     config = AutoConfig.for_model(kind, **{**SIZE, **SPECIAL.get(kind, {}), **settings})
     torch.manual_seed(0)
     plain = "eager" if attention == NAME else attention
@@ -72,16 +90,22 @@ def build_model(kind: str, attention: str, **settings: Any) -> PreTrainedModel:
 
 def make_documents(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, SIZE["vocab_size"], (length,), generator=generator) for length in lengths]
+    return [
+        torch.randint(0, SIZE["vocab_size"], (length,), generator=generator) for length in lengths
+    ]
 
 
 def one_document(model: Any, length: int = 16) -> dict[str, Any]:
     """Returns the inputs of a prepared model for one document on one rank."""
-    (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
+    (batch,), targets = pack_documents(
+        placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,))
+    )
     return model_inputs(model, batch, targets)
 
 
-def unpacked(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+def unpacked(
+    model: PreTrainedModel, documents: list[torch.Tensor]
+) -> tuple[float, list[torch.Tensor]]:
     """Returns loss and gradients of one process that trains one document at a time."""
     targets = sum(len(document) - 1 for document in documents)
     loss = torch.zeros(())
@@ -98,11 +122,15 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def ring_step(
-    kind: str, recompute: bool = False, sharded: bool = False, settings: dict[str, Any] | None = None
+    kind: str,
+    recompute: bool = False,
+    sharded: bool = False,
+    settings: dict[str, Any] | None = None,
 ) -> tuple[float, list[torch.Tensor]]:
     """Runs on each rank: returns loss and gradients of all micro-batches, summed over ranks.
 
-    With `recompute`, all forward passes come before the first backward, which recomputes the layers. `sharded` uses FSDP2.
+    With `recompute`, all forward passes come before the first backward, which recomputes the
+    layers. `sharded` uses FSDP2.
     """
     model = build_model(kind, "longctx", **settings or {}).train()
     if recompute:

@@ -1,4 +1,5 @@
-"""A step of a model with latent attention, over several ranks and in one process, with the bytes that its exchange sends."""
+"""A step of a model with latent attention, over several ranks and in one process, with the bytes
+that its exchange sends."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -50,10 +51,15 @@ class Case:
 
 
 def placements(ranks: int) -> list[list[Placement]]:
-    """Returns three micro-batches: the longest documents on all ranks or all but one, the others on one rank each."""
+    """Returns three micro-batches: the longest documents on all ranks or all but one, the others on
+    one rank each."""
     shorter = max(1, ranks - 1)
     return [
-        [Placement(0, 0, ranks, rounds=max(1, ranks - 1)), Placement(1, 0, 1), Placement(2, ranks - 1, 1)],
+        [
+            Placement(0, 0, ranks, rounds=max(1, ranks - 1)),
+            Placement(1, 0, 1),
+            Placement(2, ranks - 1, 1),
+        ],
         [Placement(3, ranks - shorter, shorter, reversed=True), Placement(4, 0, min(2, ranks))],
         [Placement(5, 0, 1)],
     ]
@@ -81,7 +87,8 @@ def documents_of(case: Case) -> list[torch.Tensor]:
 
 
 def expected(case: Case) -> tuple[float, list[torch.Tensor]]:
-    """Returns loss and gradients of one process that trains one document at a time, without longctx."""
+    """Returns loss and gradients of one process that trains one document at a time, without
+    longctx."""
     return unpacked(make_model(case, "eager"), documents_of(case))
 
 
@@ -99,7 +106,8 @@ def counted() -> Iterator[list[int]]:
 
 
 def step(case: Case) -> tuple[float, list[torch.Tensor], int]:
-    """Runs on each rank: returns loss and gradients, summed over ranks, and the bytes that this rank sent."""
+    """Runs on each rank: returns loss and gradients, summed over ranks, and the bytes that this
+    rank sent."""
     model = make_model(case, "longctx")
     prepare(model)
     if case.keys:
@@ -125,15 +133,23 @@ def step(case: Case) -> tuple[float, list[torch.Tensor], int]:
 def inputs_of(case: Case, model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     """Yields the inputs of every micro-batch of this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    micro_batches, targets = pack_documents(placed_plan(case.lengths, ranks, placements(ranks)), rank, documents_of(case))
+    micro_batches, targets = pack_documents(
+        placed_plan(case.lengths, ranks, placements(ranks)), rank, documents_of(case)
+    )
     for batch in micro_batches:
         inputs = model_inputs(model, batch, targets)
         if case.options:
 
             def make(
-                scale: float | None, softcap: float, window: int | None, device: torch.device, layout: Any = batch.layout
+                scale: float | None,
+                softcap: float,
+                window: int | None,
+                device: torch.device,
+                layout: Any = batch.layout,
             ) -> Any:
-                return packed_attention(layout, scale=scale, softcap=softcap, device=device, **case.options)
+                return packed_attention(
+                    layout, scale=scale, softcap=softcap, device=device, **case.options
+                )
 
             inputs["ring_attention"] = Rings(make)
         yield inputs
@@ -144,14 +160,20 @@ def steps(cases: Sequence[Case]) -> list[tuple[float, list[torch.Tensor], int]]:
 
 
 def first_micro_batch(cases: Sequence[Case]) -> list[list[torch.Tensor]]:
-    """Runs on each rank: returns, for each case, logits and gradients of the embedded tokens of the first micro-batch."""
+    """Runs on each rank: returns, for each case, logits and gradients of the embedded tokens of the
+    first micro-batch."""
     results = []
     for case in cases:
         model = make_model(case, "longctx")
         prepare(model)
         embedded: list[torch.Tensor] = []
 
-        def keep(_module: Any, _inputs: Any, output: torch.Tensor, embedded: list[torch.Tensor] = embedded) -> None:
+        def keep(
+            _module: Any,
+            _inputs: Any,
+            output: torch.Tensor,
+            embedded: list[torch.Tensor] = embedded,
+        ) -> None:
             output.retain_grad()
             embedded.append(output)
 
@@ -164,9 +186,18 @@ def first_micro_batch(cases: Sequence[Case]) -> list[list[torch.Tensor]]:
     return results
 
 
-def run_step(folder: Path, settings: list[str], keys: bool) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Returns loss and gradients of a step of `longctx train`, and the bytes that this rank sent; `keys`: K and V were."""
-    compiled = mock.patch.object(build, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
-    with counted() as sent, compiled, mock.patch.object(hf_attention, "send_latents") if keys else nullcontext():
+def run_step(
+    folder: Path, settings: list[str], keys: bool
+) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Returns loss and gradients of a step of `longctx train`, and the bytes that this rank sent;
+    `keys`: K and V were."""
+    compiled = mock.patch.object(
+        build, "compile_blocks", partial(compile_blocks, backend="aot_eager")
+    )
+    with (
+        counted() as sent,
+        compiled,
+        mock.patch.object(hf_attention, "send_latents") if keys else nullcontext(),
+    ):
         loss, gradients, _ = pretrained_cases.step(folder, settings)
     return loss, gradients, sent[0]

@@ -1,6 +1,8 @@
-"""Commands in processes of their own, started by a fork server that has imported torch: a new process would need seconds.
+"""Commands in processes of their own, started by a fork server that has imported torch: a new
+process would need seconds.
 
-`run("train", "run.yaml", ranks=2)` is what `torchrun --nproc-per-node 2 -m longctx train run.yaml` does, without torchrun.
+`run("train", "run.yaml", ranks=2)` is what `torchrun --nproc-per-node 2 -m longctx train run.yaml`
+does, without torchrun.
 """
 
 import ctypes
@@ -35,8 +37,11 @@ def free_port() -> int:
     return port
 
 
-def _rank(arguments: list[str], environment: dict[str, str], output: Path, namespace: str | None) -> None:
-    """One rank: `longctx ARGUMENTS`, or a script, with stdout and stderr in files, in a network namespace if one is named."""
+def _rank(
+    arguments: list[str], environment: dict[str, str], output: Path, namespace: str | None
+) -> None:
+    """One rank: `longctx ARGUMENTS`, or a script, with stdout and stderr in files, in a network
+    namespace if one is named."""
     from longctx.cli import main
 
     for suffix, descriptor in ((".out", 1), (".err", 2)):
@@ -44,7 +49,9 @@ def _rank(arguments: list[str], environment: dict[str, str], output: Path, names
             os.dup2(stream.fileno(), descriptor)
     if namespace is not None:
         with Path("/run/netns", namespace).open() as file:
-            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) == 0, (
+                os.strerror(ctypes.get_errno())
+            )
     os.chdir(environment.pop("PWD"))
     os.environ.update(environment)
     if arguments[0].endswith(".py"):
@@ -68,8 +75,12 @@ class Group:
         return Group([self.processes[rank] for rank in ranks], self.folder, self.store, ranks)
 
     def _read(self, suffix: str) -> list[str]:
-        files = [self.folder / f"{rank}{suffix}" for rank in self.ranks or range(len(self.processes))]
-        return [file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files]
+        files = [
+            self.folder / f"{rank}{suffix}" for rank in self.ranks or range(len(self.processes))
+        ]
+        return [
+            file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files
+        ]
 
     @property
     def printed(self) -> str:
@@ -99,7 +110,8 @@ class Group:
                 os.kill(self.processes[rank].pid, number)
 
     def end(self, limit_s: float = LIMIT_S) -> bool:
-        """Waits until all processes have ended; those that have not in time are killed. Returns whether they had to be."""
+        """Waits until all processes have ended; those that have not in time are killed. Returns
+        whether they had to be."""
         deadline = time.monotonic() + limit_s
         while (running := self.running) and (left := deadline - time.monotonic()) > 0:
             wait([self.processes[rank].sentinel for rank in running], left)
@@ -119,15 +131,27 @@ class Group:
         return True
 
 
-def start(by_rank: Sequence[Sequence[str]], folder: Path, *, world: int | None = None, namespaces: Sequence[str] = ()) -> Group:
-    """Starts `longctx ARGUMENTS` on one rank for each of the given arguments, the first of `world` ranks (default: all).
+def start(
+    by_rank: Sequence[Sequence[str]],
+    folder: Path,
+    *,
+    world: int | None = None,
+    namespaces: Sequence[str] = (),
+) -> Group:
+    """Starts `longctx ARGUMENTS` on one rank for each of the given arguments, the first of `world`
+    ranks (default: all).
 
     `folder` is made for their output. With namespaces, each rank is in one of them.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ranks, address = world or len(by_rank), "10.77.0.1" if namespaces else "127.0.0.1"
-    place = {"MASTER_ADDR": address, "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    place = {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
     place |= {"PWD": Path.cwd()} | ({"GLOO_SOCKET_IFNAME": "eth0"} if namespaces else {})
     folder.mkdir()
     group = Group([], folder)
@@ -135,8 +159,15 @@ def start(by_rank: Sequence[Sequence[str]], folder: Path, *, world: int | None =
         group.store = TCPStore(address, 0, ranks, is_master=True, wait_for_workers=False)
         place |= {"MASTER_PORT": group.store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     for rank, arguments in enumerate(by_rank):
-        environment = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        given = [*arguments], environment, folder / str(rank), namespaces[rank] if namespaces else None
+        environment = {
+            name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()
+        }
+        given = (
+            [*arguments],
+            environment,
+            folder / str(rank),
+            namespaces[rank] if namespaces else None,
+        )
         process = context.Process(target=_rank, args=given, daemon=True)
         process.start()
         group.processes.append(process)
@@ -144,7 +175,8 @@ def start(by_rank: Sequence[Sequence[str]], folder: Path, *, world: int | None =
 
 
 def run(*arguments: object, ranks: int = 1, status: int = 0) -> tuple[str, str]:
-    """Runs `longctx ARGUMENTS` on `ranks` ranks. Returns stdout and stderr; every rank must end with `status`."""
+    """Runs `longctx ARGUMENTS` on `ranks` ranks. Returns stdout and stderr; every rank must end
+    with `status`."""
     with TemporaryDirectory(prefix="longctx-test-output-") as folder:
         group = start([[str(argument) for argument in arguments]] * ranks, Path(folder) / "output")
         assert not group.end() and group.codes == [status] * ranks, f"{group.codes}\n{group.said}"
@@ -152,7 +184,8 @@ def run(*arguments: object, ranks: int = 1, status: int = 0) -> tuple[str, str]:
 
 
 def launch(ranks: int, arguments: Sequence[str]) -> int:
-    """Takes the place of `longctx.parallel.launch.launch` where a test is of what a command starts, not of torchrun."""
+    """Takes the place of `longctx.parallel.launch.launch` where a test is of what a command starts,
+    not of torchrun."""
     with TemporaryDirectory(prefix="longctx-test-output-") as folder:
         group = start([arguments] * ranks, Path(folder) / "output")
         assert not group.end(), group.said

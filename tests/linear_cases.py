@@ -1,4 +1,5 @@
-"""Random inputs of a layer with a short convolution and linear attention: over several ranks, and token by token."""
+"""Random inputs of a layer with a short convolution and linear attention: over several ranks, and
+token by token."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ RULES = ("delta", "mamba2", "kimi")
 
 
 def inputs(case: Case, kernel: int, rule: str) -> dict[str, torch.Tensor]:
-    """Returns the inputs of all documents, concatenated, in float64, and weights of a convolution."""
+    """Returns the inputs of all documents, concatenated, in float64, and weights of a
+    convolution."""
     generator = torch.Generator().manual_seed(case.seed)
     tokens, heads = sum(case.lengths), case.heads
     channels = heads * (2 * K_DIM + V_DIM)
@@ -39,8 +41,11 @@ def split(x: torch.Tensor, heads: int) -> list[torch.Tensor]:
     return [q, F.normalize(k, dim=-1), v]
 
 
-def run_linear(case: Case, kernel: int, rule: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """Runs on each rank: its rows of out and of the gradients of x, decay and beta, and its gradients of weight and bias."""
+def run_linear(
+    case: Case, kernel: int, rule: str, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    """Runs on each rank: its rows of out and of the gradients of x, decay and beta, and its
+    gradients of weight and bias."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows, given = case.rows(rank), inputs(case, kernel, rule)
     for name in ("x", "decay", "beta", "dout"):
@@ -49,9 +54,16 @@ def run_linear(case: Case, kernel: int, rule: str, dtype: torch.dtype = torch.fl
     given = {name: tensor.to(dtype).requires_grad_() for name, tensor in given.items()}
     recurrence = Recurrence(case.layout(rank))
     convolved = recurrence.convolve(given["x"], given["weight"], given["bias"], layer=0)
-    out = recurrence.attend(*split(convolved, case.heads), given["decay"], given["beta"] if rule != "mamba2" else None, layer=0)
+    out = recurrence.attend(
+        *split(convolved, case.heads),
+        given["decay"],
+        given["beta"] if rule != "mamba2" else None,
+        layer=0,
+    )
     wanted = [given[name] for name in NAMES[1:]]
-    gradients = torch.autograd.grad(out, wanted, given["dout"].detach(), allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        out, wanted, given["dout"].detach(), allow_unused=True, materialize_grads=True
+    )
     return [out.detach(), *gradients]
 
 
@@ -73,21 +85,38 @@ def gather(case: Case, results: list[list[torch.Tensor]]) -> dict[str, torch.Ten
 def token_by_token(
     case: Case, kernel: int, rule: str, tensors: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Returns out and gradients, document by document, with a loop over tokens; of `inputs` or other tensors."""
-    given = {name: x.detach().requires_grad_() for name, x in (tensors or inputs(case, kernel, rule)).items()}
+    """Returns out and gradients, document by document, with a loop over tokens; of `inputs` or
+    other tensors."""
+    given = {
+        name: x.detach().requires_grad_()
+        for name, x in (tensors or inputs(case, kernel, rule)).items()
+    }
     outs, start = [], 0
     for length in case.lengths:
         x, decay, beta = (given[name][start : start + length] for name in ("x", "decay", "beta"))
         start += length
-        convolved = F.conv1d(F.pad(x.t()[None], (kernel - 1, 0)), given["weight"][:, None], given["bias"], groups=x.shape[1])
-        outs.append(_recurrence(*split(convolved[0].t(), case.heads), decay, beta if rule != "mamba2" else None))
+        convolved = F.conv1d(
+            F.pad(x.t()[None], (kernel - 1, 0)),
+            given["weight"][:, None],
+            given["bias"],
+            groups=x.shape[1],
+        )
+        outs.append(
+            _recurrence(
+                *split(convolved[0].t(), case.heads), decay, beta if rule != "mamba2" else None
+            )
+        )
     out = torch.cat(outs)
     wanted = [given[name] for name in NAMES[1:]]
-    gradients = torch.autograd.grad(out, wanted, given["dout"].detach(), allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        out, wanted, given["dout"].detach(), allow_unused=True, materialize_grads=True
+    )
     return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
 
 
-def _recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: Any) -> torch.Tensor:
+def _recurrence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: Any
+) -> torch.Tensor:
     state, outs = torch.zeros(q.shape[1], K_DIM, V_DIM, dtype=q.dtype), []
     for token in range(len(q)):
         state = state * decay[token].exp().reshape(q.shape[1], -1, 1)

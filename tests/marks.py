@@ -17,6 +17,7 @@ def slow_unless(quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
 
 
 def examples(count: int) -> int:
-    """Returns the number of examples of a property test: few in `make test`, ten times as many to explore."""
+    """Returns the number of examples of a property test: few in `make test`, ten times as many to
+    explore."""
     few = max(8, count // 6)
     return 10 * few if settings.get_current_profile_name() == "explore" else few

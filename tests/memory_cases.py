@@ -33,9 +33,11 @@ def peak_of_step_2(store: Path, run: Path, settings: list[str]) -> int:
 
 
 def peak_of_second_step(start: Callable[[], Trainer]) -> int:
-    """Returns the peak bytes of live tensors on this rank during the second step, counted from the start of the run.
+    """Returns the peak bytes of live tensors on this rank during the second step, counted from the
+    start of the run.
 
-    Torch's profiler reports every allocation and release of the CPU allocator, also inside operators.
+    Torch's profiler reports every allocation and release of the CPU allocator, also inside
+    operators.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         trainer = start()
@@ -43,7 +45,9 @@ def peak_of_second_step(start: Callable[[], Trainer]) -> int:
             trainer.step()
             began = time.time_ns()
             trainer.step()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     assert events
     held, peak = 0, 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -53,19 +57,28 @@ def peak_of_second_step(start: Callable[[], Trainer]) -> int:
     return peak
 
 
-def peak_and_estimate(workers: Workers, store: Path, run: Path, ranks: int, given: list[str]) -> tuple[int, Memory]:
-    """Returns the peak of the second step of a checkpoint's run, on the fullest rank, and its estimate."""
-    settings = [*(f"{each.partition('=')[0]}=null" for each in MODEL if each.startswith("model.")), *given]
+def peak_and_estimate(
+    workers: Workers, store: Path, run: Path, ranks: int, given: list[str]
+) -> tuple[int, Memory]:
+    """Returns the peak of the second step of a checkpoint's run, on the fullest rank, and its
+    estimate."""
+    settings = [
+        *(f"{each.partition('=')[0]}=null" for each in MODEL if each.startswith("model.")),
+        *given,
+    ]
     measured = max(workers.run(peak_of_step_2, ranks, store, run, settings))
     config = load(None, [*SMALL, f"data.store={store}", *MODEL, *settings], world_size=ranks)
     second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
-    return measured, estimate(config.model_source().spec, config, ranks, list(loads([second], config)), fused=False)
+    return measured, estimate(
+        config.model_source().spec, config, ranks, list(loads([second], config)), fused=False
+    )
 
 
 def ledger(block: BlockMemory, mode: str) -> str:
     """Formats the tensors of a block, with a star at those that a mode of recomputation keeps."""
     rows = [
-        f"{'*' if mode in each.kept_by else ' '} {format_bytes(each.size):>10} {each.part}: {each.name}"
+        f"{'*' if mode in each.kept_by else ' '} {format_bytes(each.size):>10} {each.part}: "
+        f"{each.name}"
         for each in block.entries
     ]
     return "\n".join([*rows, f"* {format_bytes(block.kept(mode)):>10} of every block"])

@@ -19,15 +19,20 @@ SETTINGS = [
     "checkpoint.every=2",
     "optimizer.warmup_steps=0",
     "optimizer.clip_grad_norm=null",
-    "optimizer.eps=1e-3",  # else the first steps go by the sign alone of gradients that are rounding errors
+    # Else the first steps go by the sign alone of gradients that are rounding errors.
+    "optimizer.eps=1e-3",
 ]
 APART, MERGED = "data.merge_prefixes=false", "data.merge_prefixes=true"
 
 
 def make_group_store(folder: Path) -> Path:
-    """A byte-level store of texts and conversations, some of which begin alike, and some of which count more."""
+    """A byte-level store of texts and conversations, some of which begin alike, and some of which
+    count more."""
     records: list[dict[str, Any]] = [
-        {"text": text_of(200, group) + text_of(60 + 37 * place, 10 * group + place), "weight": 1 + place % 3}
+        {
+            "text": text_of(200, group) + text_of(60 + 37 * place, 10 * group + place),
+            "weight": 1 + place % 3,
+        }
         for group in (1, 2)
         for place in range(5)
     ]
@@ -37,17 +42,31 @@ def make_group_store(folder: Path) -> Path:
         records.append({"messages": [prompt, {"role": "assistant", "content": answer}]})
     records += [{"text": text_of(100 * place, 70 + place)} for place in range(1, 6)]
     records.append(records[1])
-    prepare(open_corpus(str(write_jsonl(folder / "groups.jsonl", records))), folder / "groups", tokenizer="bytes")
+    prepare(
+        open_corpus(str(write_jsonl(folder / "groups.jsonl", records))),
+        folder / "groups",
+        tokenizer="bytes",
+    )
     return folder / "groups"
 
 
 def train(store: Path, folder: Path, settings: list[str], resume: bool = False) -> dict[str, Any]:
-    """On each rank: the whole loop, with what it logs, its last weights and the gradients of its first step."""
-    trainer, gradients = start(store, folder, [*SETTINGS, *settings], resume=resume), dict[str, torch.Tensor]()
+    """On each rank: the whole loop, with what it logs, its last weights and the gradients of its
+    first step."""
+    trainer, gradients = (
+        start(store, folder, [*SETTINGS, *settings], resume=resume),
+        dict[str, torch.Tensor](),
+    )
 
     def look(*_: Any) -> None:
         if not gradients:
-            gradients.update({n: whole(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None})
+            gradients.update(
+                {
+                    n: whole(p.grad)
+                    for n, p in trainer.model.named_parameters()
+                    if p.grad is not None
+                }
+            )
 
     trainer.optimizer.register_step_pre_hook(look)
     trainer.train()

@@ -1,5 +1,5 @@
-"""Checkpoints of transformers that the native decoder runs, and one step of the trainer on them, over several ranks that split
-matrices or layers."""
+"""Checkpoints of transformers that the native decoder runs, and one step of the trainer on them,
+over several ranks that split matrices or layers."""
 
 from typing import Any
 
@@ -16,11 +16,15 @@ from tests.huggingface_cases import SIZE, SPECIAL
 Tensors = dict[str, torch.Tensor]
 BASE = {**SIZE, "num_hidden_layers": 4, "bos_token_id": None, "eos_token_id": 1}
 FIRST = 16
-"""Original context length for RoPE scaling: shorter than the tests' documents, so that scaling has an effect."""
+"""Original context length for RoPE scaling: shorter than the tests' documents, so that scaling has
+an effect."""
 
 
 def scaled(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}, "max_position_embeddings": 64}
+    return {
+        "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more},
+        "max_position_embeddings": 64,
+    }
 
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
@@ -29,7 +33,12 @@ CASES: dict[str, Case] = {
     "Llama 2": ("llama", {}, {}),
     "Llama 3": (
         "llama",
-        scaled("llama3", original_max_position_embeddings=FIRST, low_freq_factor=1.0, high_freq_factor=4.0),
+        scaled(
+            "llama3",
+            original_max_position_embeddings=FIRST,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
         {"rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_length": FIRST},
     ),
     "linear": ("llama", scaled("linear"), {"rope_scaling": "linear", "rope_factor": 4.0}),
@@ -38,7 +47,11 @@ CASES: dict[str, Case] = {
         scaled("yarn", original_max_position_embeddings=FIRST),
         {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": FIRST},
     ),
-    "Qwen 2": ("qwen2", {"tie_word_embeddings": True}, {"qkv_bias": True, "tie_word_embeddings": True}),
+    "Qwen 2": (
+        "qwen2",
+        {"tie_word_embeddings": True},
+        {"qkv_bias": True, "tie_word_embeddings": True},
+    ),
     "Qwen 3": ("qwen3", {}, {"qk_norm": True}),
     "Mistral": ("mistral", {"sliding_window": 7}, {"sliding_window": 7}),
     "Mixtral": (
@@ -48,7 +61,12 @@ CASES: dict[str, Case] = {
     ),
     "Qwen 3, experts": (
         "qwen3_moe",
-        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "mlp_only_layers": [0]},
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "mlp_only_layers": [0],
+        },
         {
             "num_experts": 6,
             "num_experts_per_tok": 3,
@@ -64,7 +82,12 @@ CASES: dict[str, Case] = {
         {
             "use_sliding_window": True,
             "sliding_window": 7,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "layer_types": [
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
         },
         {"qk_norm": True, "sliding_window": 7, "full_attention_every": 3},
     ),
@@ -79,13 +102,15 @@ def build(name: str) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too: at their first values they would hide mistakes
+        # Biases and norms too: at their first values they would hide mistakes.
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.eval()
 
 
 def as_saved(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors with a tensor for each expert, named as in files; transformers joins them while it loads."""
+    """Returns the tensors with a tensor for each expert, named as in files; transformers joins them
+    while it loads."""
     found = {}
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if kind == "mixtral" else {}
     for name, tensor in tensors.items():
@@ -97,7 +122,10 @@ def as_saved(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
         for part, each in parts.items():
             if joined:
-                found |= {f"{module}experts.{n}.{names.get(part, part)}.weight": one for n, one in enumerate(each.unbind())}
+                found |= {
+                    f"{module}experts.{n}.{names.get(part, part)}.weight": one
+                    for n, one in enumerate(each.unbind())
+                }
             else:
                 found[name] = each
     return found

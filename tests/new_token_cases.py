@@ -1,4 +1,5 @@
-"""Steps on checkpoints whose vocabulary is extended, over several ranks, and the same in plain transformers."""
+"""Steps on checkpoints whose vocabulary is extended, over several ranks, and the same in plain
+transformers."""
 
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def documents() -> list[torch.Tensor]:
 
 def resized(folder: Path) -> PreTrainedModel:
     """The checkpoint, extended by transformers, with the mean of the old rows in the new ones."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     model.resize_token_embeddings(ENTRIES, mean_resizing=False)
     with torch.no_grad():
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -50,17 +53,34 @@ def reference(folder: Path) -> Step:
 
 def step(folder: Path, settings: list[str]) -> Step:
     """The same on each rank of the trainer."""
-    given = [*SETTINGS, f"model.from_pretrained={folder}", "model.new_tokens=[<a>, <b>, <c>]", *settings]
+    given = [
+        *SETTINGS,
+        f"model.from_pretrained={folder}",
+        "model.new_tokens=[<a>, <b>, <c>]",
+        *settings,
+    ]
     config = load(None, given, world_size=dist.get_world_size())
     mesh = make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config))
     trainer = Trainer(config, mesh, config.model_source(ENTRIES))
-    weights = _everyones(trainer, {name: whole(weight).clone() for name, weight in trainer.model.named_parameters()})
+    weights = _everyones(
+        trainer, {name: whole(weight).clone() for name, weight in trainer.model.named_parameters()}
+    )
     plan = placed_plan(LENGTHS, mesh.ranks, PLACEMENTS_OF[mesh.ranks])
-    micro_batches, targets = pack_documents(plan, mesh.rank, documents(), pad_to_multiple_of=mesh.tensor.size())
-    batch = StepBatch(1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches))
+    micro_batches, targets = pack_documents(
+        plan, mesh.rank, documents(), pad_to_multiple_of=mesh.tensor.size()
+    )
+    batch = StepBatch(
+        1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches)
+    )
     losses = trainer.passes.forward_backward(batch)
     loss = float(mesh.gather([float(losses.double().sum()) if mesh.counts else 0.0]).sum())
-    return loss, _everyones(trainer, {name: whole(each.grad) for name, each in trainer.model.named_parameters()}), weights
+    return (
+        loss,
+        _everyones(
+            trainer, {name: whole(each.grad) for name, each in trainer.model.named_parameters()}
+        ),
+        weights,
+    )
 
 
 def _everyones(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

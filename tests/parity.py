@@ -1,9 +1,11 @@
-"""Parity: two steps of a run that is split in any way, against one loop of plain transformers, document by document.
+"""Parity: two steps of a run that is split in any way, against one loop of plain transformers,
+document by document.
 
-A case names a model, data and adapters, which the reference depends on, and a split of the ranks and settings of
-the run, on which nothing may depend. Five things are always compared: losses, gradient norms, all gradients of the first step,
-all weights after the second, and tokens with degrees. `covering` chooses cases that have every pair of options, of which
-`chosen` takes some that have every option.
+A case names a model, data and adapters, which the reference depends on, and a split of the ranks
+and settings of the run, on which nothing may depend. Five things are always compared: losses,
+gradient norms, all gradients of the first step, all weights after the second, and tokens with
+degrees. `covering` chooses cases that have every pair of options, of which `chosen` takes some that
+have every option.
 """
 
 import itertools
@@ -49,12 +51,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen3 with windows, tied": (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": 7, "layer_types": WINDOWS, "tie_word_embeddings": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": WINDOWS,
+            "tie_word_embeddings": True,
+        },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3 with experts": (
         "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "mlp_only_layers": [0]},
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "mlp_only_layers": [0],
+        },
     ),
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {}),
@@ -83,10 +95,23 @@ MORE = {
 }
 BASE = [
     f"context.profile={Path(__file__).parent / 'as_given.yaml'}",
-    *("data.max_length=90", "data.long_documents=split", "batch.global_tokens=220", "train.steps=2", "train.device=cpu"),
-    *("optimizer.warmup_steps=0", "optimizer.learning_rate=0.01", "optimizer.clip_grad_norm=0.7", "optimizer.weight_decay=0.3"),
-    "optimizer.groups=[{match: embed, learning_rate_ratio: 0.3, weight_decay: 0.7}, {match: norm, weight_decay: 0.2}]",
-    "optimizer.eps=1e-3",  # else the first steps go by the sign alone of gradients that are rounding errors
+    *(
+        "data.max_length=90",
+        "data.long_documents=split",
+        "batch.global_tokens=220",
+        "train.steps=2",
+        "train.device=cpu",
+    ),
+    *(
+        "optimizer.warmup_steps=0",
+        "optimizer.learning_rate=0.01",
+        "optimizer.clip_grad_norm=0.7",
+        "optimizer.weight_decay=0.3",
+    ),
+    "optimizer.groups=[{match: embed, learning_rate_ratio: 0.3, weight_decay: 0.7}, {match: norm, "
+    "weight_decay: 0.2}]",
+    # Else the first steps go by the sign alone of gradients that are rounding errors.
+    "optimizer.eps=1e-3",
     *("checkpoint.every=null", "log.tensorboard=false"),
 ]
 
@@ -111,7 +136,10 @@ class Case:
     def __str__(self) -> str:
         """The options that are not the first ones."""
         given = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return ", ".join(f"{name} {value}" for name, value in given if value != OPTIONS[name][0]) or "plain"
+        return (
+            ", ".join(f"{name} {value}" for name, value in given if value != OPTIONS[name][0])
+            or "plain"
+        )
 
     @property
     def world(self) -> int:
@@ -134,7 +162,9 @@ class Case:
         return (
             (not native or (self.model in NATIVE and self.adapters == "none"))
             and (self.adapters == "none" or self.model in ("llama", "mixtral"))
-            and (self.expert == 1 or (self.model in WITH_EXPERTS and self.domain % self.expert == 0))
+            and (
+                self.expert == 1 or (self.model in WITH_EXPERTS and self.domain % self.expert == 0)
+            )
             and self.expert * self.tensor <= 4  # as many experts
             and (
                 self.more != "Ulysses, keys kept"
@@ -142,7 +172,8 @@ class Case:
             )
             and not (self.tensor > 1 and self.more in ("replicated, in tiles", "padded, in rounds"))
             and not (self.pipeline != "none" and self.more == "reduced after micro-batches")
-            and not (self.model == "gpt_oss" and "tiles" in self.more)  # refused: its MLPs return more than a tensor
+            # refused: its MLPs return more than a tensor.
+            and not (self.model == "gpt_oss" and "tiles" in self.more)
             and not (self.expert > 1 and self.more.startswith("replicated"))
             and not (self.mode == "auto" and self.domain == 1)
             and not (self.resumed == "alone" and self.more == "native")
@@ -153,13 +184,23 @@ class Case:
         merged = ["data.merge_prefixes=true"] * (self.data == "merged")
         adapters = [] if self.adapters == "none" else ["lora.rank=4", "lora.alpha=12"]
         adapters += [f"lora.base={self.adapters}"] * (self.adapters in ("nf4", "int8"))
-        adapters += [f"lora.target_modules={TARGETS}".replace("'", "")] * (bool(adapters) and self.model == "mixtral")
+        adapters += [f"lora.target_modules={TARGETS}".replace("'", "")] * (
+            bool(adapters) and self.model == "mixtral"
+        )
         degree = [f"context.degree={self.domain}"] * (self.mode == "static")
         bins = [f"context.bins={BINS[self.domain]}"] * (self.mode == "bins")
         return [
-            *(*BASE, f"model.from_pretrained={checkpoint}", f"data.store={store}", f"train.run_dir={run}"),
+            *(
+                *BASE,
+                f"model.from_pretrained={checkpoint}",
+                f"data.store={store}",
+                f"train.run_dir={run}",
+            ),
             *(*merged, *adapters, *degree, *bins, *MORE[self.more]),
-            *(f"parallel.tensor_parallel_size={self.tensor}", f"parallel.expert_parallel_size={self.expert}"),
+            *(
+                f"parallel.tensor_parallel_size={self.tensor}",
+                f"parallel.expert_parallel_size={self.expert}",
+            ),
             *(f"parallel.pipeline_parallel_size={ranks}", f"parallel.pipeline_chunks={chunks}"),
             *(f"context.mode={self.mode}", f"batch.tokens_per_rank={TOKENS_PER_RANK[self.domain]}"),
             *(f"train.recompute={self.recompute}", f"parallel.reshard_after={self.reshard_after}"),
@@ -203,17 +244,25 @@ def pairs_of(case: Case) -> set[Pair]:
 
 @cache
 def covering(ranks: int = 4, tries: int = 25) -> tuple[Case, ...]:
-    """Cases that together have every pair of options that a valid case of so many ranks has; always the same ones."""
+    """Cases that together have every pair of options that a valid case of so many ranks has; always
+    the same ones."""
     options, random = OPTIONS if ranks <= 4 else WIDE, Random(0)
     every = (((a, x), (b, y)) for a, b in RELATED for x in options[a] for y in options[b])
     left, cases = {frozenset(pair): None for pair in every}, list[Case]()
     while left:
         wanted = next(iter(left))
-        drawn = (Case(**{n: random.choice(options[n]) for n in options} | dict(wanted)) for _ in range(40 * tries))
-        found = list(itertools.islice((case for case in drawn if case.world <= ranks and case.valid), tries))
+        drawn = (
+            Case(**{n: random.choice(options[n]) for n in options} | dict(wanted))
+            for _ in range(40 * tries)
+        )
+        found = list(
+            itertools.islice((case for case in drawn if case.world <= ranks and case.valid), tries)
+        )
         left.pop(wanted)
         if found:
-            cases.append(max(found, key=lambda case: len(pairs_of(case) & left.keys()) / case.cost**0.5))
+            cases.append(
+                max(found, key=lambda case: len(pairs_of(case) & left.keys()) / case.cost**0.5)
+            )
             for pair in pairs_of(cases[-1]):
                 left.pop(pair, None)
     return tuple(cases)
@@ -222,12 +271,20 @@ def covering(ranks: int = 4, tries: int = 25) -> tuple[Case, ...]:
 def options_of(case: Case) -> set[tuple[object, ...]]:
     """Its options, and whether documents, experts with matrices, and a tied embedding are split."""
     tied = "tied" in case.model and case.pipeline != "none"
-    splits = ((case.model, case.domain > 1), ("tied", tied), ("experts", case.expert > 1 and case.tensor > 1))
-    return {*((name, getattr(case, name)) for name in OPTIONS), *(split for split in splits if split[1])}
+    splits = (
+        (case.model, case.domain > 1),
+        ("tied", tied),
+        ("experts", case.expert > 1 and case.tensor > 1),
+    )
+    return {
+        *((name, getattr(case, name)) for name in OPTIONS),
+        *(split for split in splits if split[1]),
+    }
 
 
 def chosen(cases: Iterable[Case], count: int) -> list[Case]:
-    """Returns so many cases: those that have options which none before has, and the most pairs for their time."""
+    """Returns so many cases: those that have options which none before has, and the most pairs for
+    their time."""
     left, taken, options, pairs = list(cases), list[Case](), set[object](), set[Pair]()
 
     def gain(case: Case) -> float:
@@ -266,7 +323,12 @@ class Parity:
         kind, given = MODELS[model]
         sizes = {"vocab_size": 260, "num_hidden_layers": LAYERS if model in NATIVE else 2}
         more = {"bos_token_id": None, "eos_token_id": 1, "hidden_size": 32}
-        return self._once(model, lambda folder: build_model(kind, "eager", **more, **sizes, **given).save_pretrained(folder))
+        return self._once(
+            model,
+            lambda folder: build_model(kind, "eager", **more, **sizes, **given).save_pretrained(
+                folder
+            ),
+        )
 
     def store(self, data: str) -> Path:
         given = {"weights": records, "texts": texts, "merged": alike}[data]
@@ -293,34 +355,53 @@ def _moved(folder: Path, given: list[dict[str, Any]]) -> None:
 
 def texts() -> list[dict[str, Any]]:
     """One long document for every three short ones, so that degrees differ within a step."""
-    return [{"text": text_of(length - 1, number)} for number, length in enumerate((5, 37, 90, 20) * 6)]
+    return [
+        {"text": text_of(length - 1, number)} for number, length in enumerate((5, 37, 90, 20) * 6)
+    ]
 
 
 def alike() -> list[dict[str, Any]]:
     """Documents that begin alike, some of which count more."""
     return [
-        {"text": text_of(30, group) + text_of(7 + 13 * place, 10 * group + place), "weight": 1 + place % 3}
+        {
+            "text": text_of(30, group) + text_of(7 + 13 * place, 10 * group + place),
+            "weight": 1 + place % 3,
+        }
         for group in range(6)
         for place in range(4)
     ]
 
 
 def plain_steps(case: Case, checkpoint: Path, store: Path, folder: Path) -> dict[str, Any]:
-    """Two steps of one process, document by document, by transformers, peft, torchao and torch; cross-entropy in float64."""
+    """Two steps of one process, document by document, by transformers, peft, torchao and torch;
+    cross-entropy in float64."""
     config = load(None, case.settings(checkpoint, store, folder), world_size=1)
-    hf: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32)
+    hf: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, attn_implementation="eager", dtype=torch.float32
+    )
     model, prefix = hf.eval(), ""
     if case.adapters in ("nf4", "int8"):
         quantize(case.adapters, hf.base_model)
     if case.adapters != "none":
         targets = TARGETS if case.model == "mixtral" else "all-linear"
-        model, prefix = get_peft_model(hf, LoraConfig(r=4, lora_alpha=12, target_modules=targets)).eval(), "base_model.model."
+        model, prefix = (
+            get_peft_model(hf, LoraConfig(r=4, lora_alpha=12, target_modules=targets)).eval(),
+            "base_model.model.",
+        )
         ours = config.model_source(257).build()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.requires_grad:
-                    weight.copy_(ours.initial_value(OURS + name.removeprefix(prefix), weight, config.train.seed))
-    trained = {name.removeprefix(prefix): weight for name, weight in model.named_parameters() if weight.requires_grad}
+                    weight.copy_(
+                        ours.initial_value(
+                            OURS + name.removeprefix(prefix), weight, config.train.seed
+                        )
+                    )
+    trained = {
+        name.removeprefix(prefix): weight
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
     optimizer = _adamw(config, trained)
     outcome: dict[str, Any] = {"losses": [], "norms": [], "tokens": [], "before": _copies(trained)}
     for documents in documents_of(config, store, case.data == "weights"):
@@ -328,21 +409,28 @@ def plain_steps(case: Case, checkpoint: Path, store: Path, folder: Path) -> dict
         loss = 0.0
         for tokens, labels, weights in documents:
             logits = model(input_ids=tokens[None], use_cache=False).logits[0].double()
-            part = (F.cross_entropy(logits, labels, ignore_index=-100, reduction="none") * weights).sum() / divisor
+            part = (
+                F.cross_entropy(logits, labels, ignore_index=-100, reduction="none") * weights
+            ).sum() / divisor
             part.backward()
             loss += part.item()
         outcome["losses"].append(loss)
         outcome["tokens"].append(sum(len(tokens) for tokens, *_ in documents))
         assert config.optimizer.clip_grad_norm is not None
-        outcome["norms"].append(float(nn.utils.clip_grad_norm_(trained.values(), config.optimizer.clip_grad_norm)))
-        outcome.setdefault("gradients", _copies({name: weight.grad for name, weight in trained.items()}))
+        outcome["norms"].append(
+            float(nn.utils.clip_grad_norm_(trained.values(), config.optimizer.clip_grad_norm))
+        )
+        outcome.setdefault(
+            "gradients", _copies({name: weight.grad for name, weight in trained.items()})
+        )
         optimizer.step()
         optimizer.zero_grad()
     return {**outcome, "after": _copies(trained)}
 
 
 def _adamw(config: Config, trained: Tensors) -> torch.optim.Optimizer:
-    """Torch's own, at the peak rate; the settings have a cosine schedule of two steps, which `lr_lambda` follows."""
+    """Torch's own, at the peak rate; the settings have a cosine schedule of two steps, which
+    `lr_lambda` follows."""
     given, groups = config.optimizer, list[dict[str, Any]]()
     for name, weight in trained.items():
         group = next((group for group in given.groups if group.match in name), None)
@@ -361,18 +449,27 @@ def _adamw(config: Config, trained: Tensors) -> torch.optim.Optimizer:
     return optimizer
 
 
-def documents_of(config: Config, path: Path, weighted: bool) -> list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+def documents_of(
+    config: Config, path: Path, weighted: bool
+) -> list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
     """Returns tokens, shifted labels and their weights of every document of all steps."""
     store, steps, cursor = Store.open(path), [], 0
     assert config.data.max_length is not None
     limits = {"max_length": config.data.max_length, "long_documents": config.data.long_documents}
-    sampler = Sampler(store, global_tokens=config.batch.global_tokens, seed=config.train.seed, **limits)
+    sampler = Sampler(
+        store, global_tokens=config.batch.global_tokens, seed=config.train.seed, **limits
+    )
     for _ in range(config.train.steps):
         pieces, cursor = sampler.step(cursor)
         step = []
         for piece in pieces:
-            ids, labels = map(torch.from_numpy, store.read(piece.document, piece.start, piece.stop, end=piece.stop))
-            weights = torch.full((len(ids),), float(store.weights[piece.document]), dtype=torch.float64)
+            ids, labels = map(
+                torch.from_numpy,
+                store.read(piece.document, piece.start, piece.stop, end=piece.stop),
+            )
+            weights = torch.full(
+                (len(ids),), float(store.weights[piece.document]), dtype=torch.float64
+            )
             if weighted:
                 said = weights_said(store, piece.document)[piece.start + 1 : piece.stop]
                 weights = torch.tensor([*said, 0.0], dtype=torch.float64)
@@ -382,13 +479,18 @@ def documents_of(config: Config, path: Path, weighted: bool) -> list[list[tuple[
 
 
 def _copies(tensors: Any) -> Tensors:
-    return {name: torch.zeros(()) if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
+    return {
+        name: torch.zeros(()) if tensor is None else tensor.detach().clone()
+        for name, tensor in tensors.items()
+    }
 
 
 # --- the run
 
 
-def found(workers: Workers, case: Case, checkpoint: Path, store: Path, run: Path) -> list[dict[str, Any]]:
+def found(
+    workers: Workers, case: Case, checkpoint: Path, store: Path, run: Path
+) -> list[dict[str, Any]]:
     """Returns the outcome of every rank; of a run that is resumed, of the ranks that go on."""
     settings = case.settings(checkpoint, store, run)
     if case.resumed == "no":
@@ -399,16 +501,21 @@ def found(workers: Workers, case: Case, checkpoint: Path, store: Path, run: Path
     if first["native"] and other.world == 1:
         other_settings.append("model.implementation=native")
     last = workers.run(steps_of, other.world, other_settings, run, 1, True)
-    joined = {name: [first[name] + outcome[name] for outcome in last] for name in ("losses", "norms", "tokens")}
+    joined = {
+        name: [first[name] + outcome[name] for outcome in last]
+        for name in ("losses", "norms", "tokens")
+    }
     kept = {name: first[name] for name in ("before", "gradients", "degrees", "native")}
     merged = {"merged": first["merged"] or last[0]["merged"]}
     return [
-        {**outcome, **kept, **merged, **{k: values[rank] for k, values in joined.items()}} for rank, outcome in enumerate(last)
+        {**outcome, **kept, **merged, **{k: values[rank] for k, values in joined.items()}}
+        for rank, outcome in enumerate(last)
     ]
 
 
 def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -> dict[str, Any]:
-    """On each rank: the outcome of `count` steps, by the names of transformers; the first of two runs ends in a checkpoint."""
+    """On each rank: the outcome of `count` steps, by the names of transformers; the first of two
+    runs ends in a checkpoint."""
     config = load(None, settings, world_size=dist.get_world_size())
     mesh = make_groups(torch.device("cpu"), **sizes_of_groups(config), timeout_s=60.0)
     run.mkdir(parents=True, exist_ok=True)
@@ -417,8 +524,13 @@ def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -
     model, outcome = trainer.model, dict[str, Any]()
 
     def named(value: Callable[[Any], Any]) -> Tensors:
-        trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-        tensors = {name: whole(torch.zeros_like(weight) if (one := value(weight)) is None else one) for name, weight in trained}
+        trained = (
+            (name, weight) for name, weight in model.named_parameters() if weight.requires_grad
+        )
+        tensors = {
+            name: whole(torch.zeros_like(weight) if (one := value(weight)) is None else one)
+            for name, weight in trained
+        }
         if not isinstance(model, PretrainedDecoder):
             return {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
         parts: list[Any] = [None] * dist.get_world_size()
@@ -434,10 +546,18 @@ def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -
         steps = [trainer.step() for _ in range(count)]
         if count == 1 and not resume:
             trainer.save()
-    outcome |= {"losses": [m.loss for m in steps], "norms": [m.grad_norm for m in steps], "tokens": [m.tokens for m in steps]}
+    outcome |= {
+        "losses": [m.loss for m in steps],
+        "norms": [m.grad_norm for m in steps],
+        "tokens": [m.tokens for m in steps],
+    }
     degrees = {int(degree) for metrics in steps for degree in metrics.degrees}
     outcome["merged"] = any((m.computed_tokens or m.tokens) < m.tokens for m in steps)
-    return outcome | {"after": named(lambda weight: weight), "degrees": degrees, "native": isinstance(model, PretrainedDecoder)}
+    return outcome | {
+        "after": named(lambda weight: weight),
+        "degrees": degrees,
+        "native": isinstance(model, PretrainedDecoder),
+    }
 
 
 # --- the comparison
@@ -450,19 +570,28 @@ def assert_same(case: Case, ours: list[dict[str, Any]], expected: dict[str, Any]
     """
     first, kind = ours[0], MODELS[case.model][0]
     if first["native"]:
-        expected = expected | {name: as_saved(kind, expected[name]) for name in ("before", "gradients", "after")}
+        expected = expected | {
+            name: as_saved(kind, expected[name]) for name in ("before", "gradients", "after")
+        }
     problems = list(_problems(case, first, expected))
     for rank, outcome in enumerate(ours[1:], start=1):
         for name in ("losses", "norms", "tokens"):
             if outcome[name] != first[name]:
-                problems.append(f"rank {rank}: {name} {outcome[name]}, but rank 0 has {first[name]}")
+                problems.append(
+                    f"rank {rank}: {name} {outcome[name]}, but rank 0 has {first[name]}"
+                )
     if problems:
         run = f"pytest tests/test_parity.py -k '{case}'"
         raise AssertionError("\n".join([f"differs from one plain process: {run}", *problems[:8]]))
     numbers = (zip(first[name], expected[name], strict=True) for name in ("losses", "norms"))
     parts = ((what, first[what], expected[what]) for what in ("gradients", "after"))
-    tensors = ([_error(what, name, one[name], other[name], expected) for name in one] for what, one, other in parts)
-    return [max(abs(one / other - 1) for one, other in steps) for steps in numbers] + list(map(max, tensors))
+    tensors = (
+        [_error(what, name, one[name], other[name], expected) for name in one]
+        for what, one, other in parts
+    )
+    return [max(abs(one / other - 1) for one, other in steps) for steps in numbers] + list(
+        map(max, tensors)
+    )
 
 
 def _problems(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> Iterable[str]:
@@ -472,12 +601,22 @@ def _problems(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> It
         yield f"documents that begin alike were {'' if found['merged'] else 'not '}merged"
     if case.mode == "static" and found["degrees"] != {case.domain}:
         yield f"degrees: {found['degrees']}, not {case.domain}"
-    if case.mode == "bins" and case.domain > 1 and case.resumed == "no" and len(found["degrees"]) < 2:
+    if (
+        case.mode == "bins"
+        and case.domain > 1
+        and case.resumed == "no"
+        and len(found["degrees"]) < 2
+    ):
         yield f"degrees: {found['degrees']}, though the bins have several"
     for name, most in (("losses", LOSS), ("norms", NORM)):
-        for step, (ours, theirs) in enumerate(zip(found[name], expected[name], strict=True), start=1):
+        for step, (ours, theirs) in enumerate(
+            zip(found[name], expected[name], strict=True), start=1
+        ):
             if not abs(ours / theirs - 1) <= most:
-                yield f"{name} of step {step}: {ours:.9g}, not {theirs:.9g}: {abs(ours / theirs - 1):.1e} is over {most:g}"
+                yield (
+                    f"{name} of step {step}: {ours:.9g}, not {theirs:.9g}: "
+                    f"{abs(ours / theirs - 1):.1e} is over {most:g}"
+                )
     for what, most in (("before", 0.0), ("gradients", GRADIENT), ("after", WEIGHTS)):
         ours, theirs = found[what], expected[what]
         if lost := (theirs.keys() ^ ours.keys()) - {"lm_head.weight"}:
@@ -487,11 +626,17 @@ def _problems(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> It
         worst = sorted((error, name) for name, error in errors.items() if not error <= most)
         if worst:
             names = ", ".join(f"{name} ({error:.1e})" for error, name in worst[:-4:-1])
-            yield f"{what}: {len(worst)} of {len(errors)} tensors are off by more than {most:g}: {names}"
+            yield (
+                f"{what}: {len(worst)} of {len(errors)} tensors are off by more than {most:g}: "
+                f"{names}"
+            )
 
 
-def _error(what: str, name: str, ours: torch.Tensor, theirs: torch.Tensor, expected: dict[str, Any]) -> float:
-    """Returns the error relative to the gradient or the change of a weight, or to a thousandth of the largest."""
+def _error(
+    what: str, name: str, ours: torch.Tensor, theirs: torch.Tensor, expected: dict[str, Any]
+) -> float:
+    """Returns the error relative to the gradient or the change of a weight, or to a thousandth of
+    the largest."""
     sizes = expected["gradients"].values()
     scale = float(theirs.norm())
     if what == "before":
@@ -500,4 +645,6 @@ def _error(what: str, name: str, ours: torch.Tensor, theirs: torch.Tensor, expec
         before = expected["before"]
         scale = float((theirs - before[name]).norm())
         sizes = [expected["after"][each] - before[each] for each in before]
-    return float((ours - theirs).norm()) / max(scale, 1e-3 * max(float(each.norm()) for each in sizes))
+    return float((ours - theirs).norm()) / max(
+        scale, 1e-3 * max(float(each.norm()) for each in sizes)
+    )

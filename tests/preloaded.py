@@ -1,5 +1,5 @@
-"""What the fork server of the tests imports and computes once for all processes: transformers' table of conversions takes each
-half a second, and TRL's trainers as much."""
+"""What the fork server of the tests imports and computes once for all processes: transformers'
+table of conversions takes each half a second, and TRL's trainers as much."""
 
 import trl.trainer.dpo_trainer
 import trl.trainer.grpo_trainer

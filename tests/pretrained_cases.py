@@ -1,4 +1,5 @@
-"""Tiny checkpoints of transformers on disk, and one step of the trainer on them over several ranks."""
+"""Tiny checkpoints of transformers on disk, and one step of the trainer on them over several
+ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,8 @@ PLACEMENTS_OF: dict[int, tuple[tuple[Placement, ...], ...]] = {
         (Placement(5, 2, 1),),
     ),
 }
-"""By number of ranks: degrees 1 to 3 side by side, and micro-batches in which a rank has no tokens."""
+"""By number of ranks: degrees 1 to 3 side by side, and micro-batches in which a rank has no
+tokens."""
 SETTINGS = [
     f"context.profile={Path(__file__).parent / 'as_given.yaml'}",
     "batch.tokens_per_rank=300",
@@ -38,8 +40,11 @@ SETTINGS = [
 
 
 def reference(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the loss over single documents, gradients and state of a checkpoint in plain transformers."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    """Returns the loss over single documents, gradients and state of a checkpoint in plain
+    transformers."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     state = {name: value.clone() for name, value in model.eval().state_dict().items()}
     loss, _ = unpacked(model, make_documents())
     return loss, {name: _gradient(weight) for name, weight in model.named_parameters()}, state
@@ -48,14 +53,20 @@ def reference(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, t
 def step(
     folder: Path, settings: list[str], batch_of: Callable[[int, int], StepBatch] | None = None
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the same from the trainer, packed, split and sharded. `batch_of` takes the number of ranks and the rank."""
+    """Returns the same from the trainer, packed, split and sharded. `batch_of` takes the number of
+    ranks and the rank."""
     trainer = make_trainer(folder, settings)
-    state = {name.removeprefix(OURS): whole(value) for name, value in trainer.model.state_dict().items()}
+    state = {
+        name.removeprefix(OURS): whole(value) for name, value in trainer.model.state_dict().items()
+    }
     batch = (batch_of or make_batch)(dist.get_world_size(), dist.get_rank())
     losses = trainer.passes.forward_backward(batch)
     total = losses.sum().double()
     dist.all_reduce(total)
-    gradients = {name.removeprefix(OURS): _gradient(weight) for name, weight in trainer.model.named_parameters()}
+    gradients = {
+        name.removeprefix(OURS): _gradient(weight)
+        for name, weight in trainer.model.named_parameters()
+    }
     return total.item(), gradients, state
 
 
@@ -75,14 +86,24 @@ def assert_step(found: list[Step], expected: Step) -> None:
 
 
 def make_trainer(folder: Path, settings: list[str]) -> Trainer:
-    config = load(None, [*SETTINGS, f"model.from_pretrained={folder}", *settings], world_size=dist.get_world_size())
-    return Trainer(config, make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config)), config.model_source())
+    config = load(
+        None,
+        [*SETTINGS, f"model.from_pretrained={folder}", *settings],
+        world_size=dist.get_world_size(),
+    )
+    return Trainer(
+        config,
+        make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config)),
+        config.model_source(),
+    )
 
 
 def make_batch(ranks: int, rank: int) -> StepBatch:
     plan = placed_plan(LENGTHS, ranks, PLACEMENTS_OF[ranks])
     micro_batches, targets = pack_documents(plan, rank, make_documents())
-    return StepBatch(1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches))
+    return StepBatch(
+        1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches)
+    )
 
 
 def _gradient(weight: torch.Tensor) -> torch.Tensor:
@@ -90,7 +111,11 @@ def _gradient(weight: torch.Tensor) -> torch.Tensor:
 
 
 def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Returns the largest relative error of a tensor; scales below a thousandth of the largest are raised to that."""
+    """Returns the largest relative error of a tensor; scales below a thousandth of the largest are
+    raised to that."""
     assert found.keys() == expected.keys()
     floor = 1e-3 * max(float(tensor.norm()) for tensor in expected.values())
-    return max(float((found[name] - tensor).norm()) / max(float(tensor.norm()), floor) for name, tensor in expected.items())
+    return max(
+        float((found[name] - tensor).norm()) / max(float(tensor.norm()), floor)
+        for name, tensor in expected.items()
+    )

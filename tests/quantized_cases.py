@@ -23,7 +23,8 @@ def expanded(weight: torch.Tensor, base: str) -> torch.Tensor:
 
 
 def quantize(base: str, hf: Any) -> None:
-    """Quantizes the blocks of a model by torchao: as its tensors in nf4, which have a backward, and as values in int8."""
+    """Quantizes the blocks of a model by torchao: as its tensors in nf4, which have a backward, and
+    as values in int8."""
     for layer in hf.layers.modules():
         if isinstance(layer, nn.Linear):
             weight = layer.weight.detach()

@@ -1,4 +1,5 @@
-"""Tiny encoder-decoders of transformers, trained with ring attention over several ranks and in one process without packing."""
+"""Tiny encoder-decoders of transformers, trained with ring attention over several ranks and in one
+process without packing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +36,8 @@ PLACEMENTS_OF: dict[int, tuple[tuple[Placement, ...], ...]] = {
         (Placement(3, 0, 4), Placement(4, 0, 4), Placement(6, 1, 2), Placement(5, 3, 1)),
     ),
 }
-"""By number of ranks: degrees 1 to 4, ranks without tokens of the source or of the target, and without any."""
+"""By number of ranks: degrees 1 to 4, ranks without tokens of the source or of the target, and
+without any."""
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "t5gemma": {"encoder": {}, "decoder": {}},
     "without windows and soft caps": {
@@ -47,15 +49,24 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for part in ("encoder", "decoder")
     },
     "unbalanced": {
-        "encoder": {"num_hidden_layers": 3, "hidden_size": 48, "num_key_value_heads": 4, "sliding_window": 30},
+        "encoder": {
+            "num_hidden_layers": 3,
+            "hidden_size": 48,
+            "num_key_value_heads": 4,
+            "sliding_window": 30,
+        },
         "decoder": {"num_hidden_layers": 1},
     },
 }
-"""Settings of the encoder and of the decoder: T5Gemma's own kinds of layers, none of them, and an encoder of another size."""
+"""Settings of the encoder and of the decoder: T5Gemma's own kinds of layers, none of them, and an
+encoder of another size."""
 
 
 def build_seq2seq(
-    kind: str = "t5gemma", windows: Mapping[str, int] | None = None, parts: Mapping[str, Any] | None = None, **settings: Any
+    kind: str = "t5gemma",
+    windows: Mapping[str, int] | None = None,
+    parts: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> PreTrainedModel:
     """Builds a model with eager attention; its weights are large enough for attention to matter.
 
@@ -91,10 +102,12 @@ def build_seq2seq(
 def documents(
     sources: tuple[int, ...] = SOURCES, targets: tuple[int, ...] = TARGETS
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Returns sources, targets and labels, of which every fifth is left out but those of the shortest; no token is padding."""
+    """Returns sources, targets and labels, of which every fifth is left out but those of the
+    shortest; no token is padding."""
     generator = torch.Generator().manual_seed(1)
     read, written = (
-        [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths] for lengths in (sources, targets)
+        [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
+        for lengths in (sources, targets)
     )
     labels = [target.clone() for target in written]
     for label in labels:
@@ -103,13 +116,19 @@ def documents(
 
 
 def unpacked(model: PreTrainedModel, *given: list[torch.Tensor], start: int = START) -> float:
-    """Returns the loss of one process that takes one document at a time, by the model's own code; leaves gradients."""
+    """Returns the loss of one process that takes one document at a time, by the model's own code;
+    leaves gradients."""
     read, written, labels = given or documents()
     targets = max(1, sum(int((label != IGNORED_LABEL).sum()) for label in labels))
     loss = 0.0
     for source, target, label in zip(read, written, labels, strict=True):
         inputs = torch.cat([torch.tensor([start]), target[:-1]])[None]
-        part = model(input_ids=source[None], decoder_input_ids=inputs, labels=label[None], num_items_in_batch=targets).loss
+        part = model(
+            input_ids=source[None],
+            decoder_input_ids=inputs,
+            labels=label[None],
+            num_items_in_batch=targets,
+        ).loss
         part.backward()
         loss += part.item()
     return loss
@@ -143,7 +162,9 @@ def packed_at_random(drawn: Sequence[tuple[tuple[int, ...], tuple[int, ...], int
 
 def ring_step(model: PreTrainedModel, plan: Plan, rank: int, given: Any) -> Step:
     read, written, labels = given
-    micro_batches, targets = pack_seq2seq(plan, rank, read, written, start_token=START, labels=labels, pad_to_multiple_of=3)
+    micro_batches, targets = pack_seq2seq(
+        plan, rank, read, written, start_token=START, labels=labels, pad_to_multiple_of=3
+    )
     total = torch.zeros(())
     for batch in micro_batches:
         loss = model(**model_inputs(model, batch, targets)).loss
@@ -158,6 +179,9 @@ def ring_step(model: PreTrainedModel, plan: Plan, rank: int, given: Any) -> Step
 
 def take_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns the gradients, and clears them."""
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    found = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
     model.zero_grad()
     return found

@@ -1,7 +1,7 @@
 """Chat templates in the style of five families, and tiny tokenizers for them.
 
-The templates are our own texts: they treat turns, tools and reasoning as the families do. Generation marks say what the
-assistant writes; families have them removed, but for one.
+The templates are our own texts: they treat turns, tools and reasoning as the families do.
+Generation marks say what the assistant writes; families have them removed, but for one.
 """
 
 import json
@@ -15,16 +15,28 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerJson
 
 Message = dict[str, Any]
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+    }
+]
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def chat(*contents: str, system: str | None = None) -> list[Message]:
     """User and assistant in turns."""
-    turns = [{"role": ("user", "assistant")[number % 2], "content": content} for number, content in enumerate(contents)]
+    turns = [
+        {"role": ("user", "assistant")[number % 2], "content": content}
+        for number, content in enumerate(contents)
+    ]
     return [{"role": "system", "content": system}, *turns] if system is not None else turns
 
 
@@ -36,7 +48,9 @@ PLAIN = {
     "white space": chat("  Hello\n\n", "\n  Hi there.  \n", " x ", " y "),
     "the same words": chat("assistant", "assistant", "assistant\n", "user", "user", "assistant"),
     "ends with a question": chat("Hello", "Hi.", "And?"),
-    "code": chat("x = {'a': 1}", "<think>no</think", "{{ messages }}", "{% if a %}\n\tb\n{% endif %}"),
+    "code": chat(
+        "x = {'a': 1}", "<think>no</think", "{{ messages }}", "{% if a %}\n\tb\n{% endif %}"
+    ),
 }
 WITH_TOOLS = {
     "a tool": [
@@ -60,10 +74,17 @@ THINKING = {
         *chat("And?"),
         {"role": "assistant", "content": "Therefore.", "reasoning_content": "Once more."},
     ],
-    "reasoning in the text": chat("Why?", "<think>\nHm.\n</think>\n\nSo.", "And?", "<think>\nOh.\n</think>\n\nThat."),
+    "reasoning in the text": chat(
+        "Why?", "<think>\nHm.\n</think>\n\nSo.", "And?", "<think>\nOh.\n</think>\n\nThat."
+    ),
     "reasoning with a tool": [
         *chat("2 + 3?"),
-        {"role": "assistant", "content": "I ask.", "reasoning_content": "A tool.", "tool_calls": [call("add", a=2)]},
+        {
+            "role": "assistant",
+            "content": "I ask.",
+            "reasoning_content": "A tool.",
+            "tool_calls": [call("add", a=2)],
+        },
         {"role": "tool", "content": "5"},
         {"role": "assistant", "content": "5.", "reasoning_content": "Done."},
         *chat("Thanks."),
@@ -75,17 +96,20 @@ THINKING = {
 
 SMOLLM2 = (
     "{% for message in messages %}"
-    "{% if loop.first and message.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{% if loop.first and message.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% "
+    "endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SMOLLM2_MARKED = (
     "{% for message in messages %}"
-    "{% if loop.first and message.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{% if loop.first and message.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% "
+    "endif %}"
     "{% if message.role == 'assistant' %}<|im_start|>assistant\n"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -125,7 +149,8 @@ LLAMA3_MARKED = """{{- bos_token }}
 """
 
 
-# --- Qwen 3: reasoning of turns before the last question is left out, and the last answers always have some
+# --- Qwen 3: reasoning of turns before the last question is left out, and the last answers always
+# have some
 
 QWEN3_MARKED = """
 {%- if tools %}
@@ -237,15 +262,20 @@ CORPUS = [
 ] * 3
 
 
-def byte_level(special: Sequence[str], other: Sequence[str] = (), *, nfc: bool = False) -> TokenizerJson:
-    """Byte-level BPE, as in Llama 3, Qwen and SmolLM2. `other`: added tokens that are not special."""
+def byte_level(
+    special: Sequence[str], other: Sequence[str] = (), *, nfc: bool = False
+) -> TokenizerJson:
+    """Byte-level BPE, as in Llama 3, Qwen and SmolLM2. `other`: added tokens that are not
+    special."""
     inner = TokenizerJson(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     if nfc:
         inner.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False, special_tokens=list(special))
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=alphabet, show_progress=False, special_tokens=list(special)
+    )
     inner.train_from_iterator(CORPUS, trainer)
     inner.add_tokens([AddedToken(token, special=False, normalized=False) for token in other])
     return inner
@@ -256,16 +286,22 @@ def sentence_piece(special: Sequence[str], *, prefix: bool) -> TokenizerJson:
     inner = TokenizerJson(models.BPE())
     space = normalizers.Replace(" ", "▁")
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
-    trainer = trainers.BpeTrainer(vocab_size=150, show_progress=False, limit_alphabet=60, special_tokens=["<unk>"])
+    trainer = trainers.BpeTrainer(
+        vocab_size=150, show_progress=False, limit_alphabet=60, special_tokens=["<unk>"]
+    )
     inner.train_from_iterator(CORPUS, trainer)
     content = json.loads(inner.to_str())
     vocabulary = content["model"]["vocab"]
     for byte in range(256):
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
     merges = [tuple(merge) for merge in content["model"]["merges"]]
-    made = TokenizerJson(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made = TokenizerJson(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     made.normalizer = inner.normalizer
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     made.add_special_tokens(["<unk>", *special])
     return made
 
@@ -297,8 +333,19 @@ def unmarked(template: str) -> str:
 QWEN3 = unmarked(QWEN3_MARKED)
 CHATML = byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
 HEADERS = ["<|begin|>", "<|end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-THINKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-BRACKETS = [f"[{slash}{name}]" for name in ("INST", "TOOL_RESULTS", "AVAILABLE_TOOLS") for slash in ("", "/")]
+THINKS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
+BRACKETS = [
+    f"[{slash}{name}]"
+    for name in ("INST", "TOOL_RESULTS", "AVAILABLE_TOOLS")
+    for slash in ("", "/")
+]
 OF_CHATML = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 FAMILIES = {

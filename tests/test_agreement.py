@@ -15,7 +15,8 @@ from tests.workers import Workers
 
 
 def differing(ranks: int) -> str:
-    """Returns what a rank is told if rank 1 has another value, rank 2 an additional one, and the rest are the same."""
+    """Returns what a rank is told if rank 1 has another value, rank 2 an additional one, and the
+    rest are the same."""
     rank = dist.get_rank()
     mine = {"a": "1", "b": "2" if rank == 1 else "3"} | ({"c": "4"} if rank == 2 else {})
     require_same({"a": "1"}, dist.group.WORLD or dist.new_group())
@@ -36,14 +37,16 @@ def test_differences_are_named_on_every_rank(workers: Workers) -> None:
 
 def test_the_run_folder_may_differ() -> None:
     one, other = (
-        load(None, ["data.store=s", f"train.run_dir={run}", f"train.seed={seed}"]) for run, seed in (("a", 1), ("b", 2))
+        load(None, ["data.store=s", f"train.run_dir={run}", f"train.seed={seed}"])
+        for run, seed in (("a", 1), ("b", 2))
     )
     mine, theirs = (identity(config, ["f"], None) for config in (one, other))
     assert {name for name in mine if mine[name] != theirs[name]} == {"train.seed"}
 
 
 def copies(store: Path, run: Path, settings: list[str], spoiled: str | None) -> str:
-    """Returns the error after one bit of a weight has changed on rank 1; an empty text if there is none."""
+    """Returns the error after one bit of a weight has changed on rank 1; an empty text if there is
+    none."""
     trainer = start(store, run, settings)
     with trainer.loader:
         trainer.step()
@@ -65,7 +68,11 @@ def copies(store: Path, run: Path, settings: list[str], spoiled: str | None) -> 
     ("ranks", "settings", "spoiled"),
     [
         (2, ["parallel.shard_ranks=1", "batch.tokens_per_rank=800"], "layers.0.mlp.up_proj.weight"),
-        (2, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=1500"], "layers.1.input_layernorm.weight"),
+        (
+            2,
+            ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=1500"],
+            "layers.1.input_layernorm.weight",
+        ),
         (2, ["batch.tokens_per_rank=800"], None),
     ],
 )
@@ -73,27 +80,51 @@ def test_a_flipped_bit_of_a_copy_is_found(
     workers: Workers, tmp_path: Path, ranks: int, settings: list[str], spoiled: str | None
 ) -> None:
     store = make_store(tmp_path)
-    said = workers.run(copies, ranks, store, tmp_path / "run", ["model.num_key_value_heads=2", *settings], spoiled)
+    said = workers.run(
+        copies, ranks, store, tmp_path / "run", ["model.num_key_value_heads=2", *settings], spoiled
+    )
     for text in said:
-        assert text == "" if spoiled is None else f"1 weights, such as {spoiled}, differ between ranks 0 to 1" in text
+        assert (
+            text == ""
+            if spoiled is None
+            else f"1 weights, such as {spoiled}, differ between ranks 0 to 1" in text
+        )
 
 
 def arguments(tmp_path: Path, store: Path, *given: str) -> list[str]:
     """Those of a small run."""
-    settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "batch.tokens_per_rank=1500", *given]
+    settings = [
+        *SMALL,
+        f"data.store={store}",
+        f"train.run_dir={tmp_path / 'run'}",
+        "batch.tokens_per_rank=1500",
+        *given,
+    ]
     return ["train", *(f"--{setting}" for setting in settings)]
 
 
 def test_a_run_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    different = [(f"optimizer.learning_rate={0.01 * size}", f"parallel.tensor_parallel_size={size}") for size in (1, 2)]
-    group = launched.start([arguments(tmp_path, store, *given) for given in different], tmp_path / "output")
+    different = [
+        (f"optimizer.learning_rate={0.01 * size}", f"parallel.tensor_parallel_size={size}")
+        for size in (1, 2)
+    ]
+    group = launched.start(
+        [arguments(tmp_path, store, *given) for given in different], tmp_path / "output"
+    )
     assert not group.end() and group.codes == [2, 2], group.said
     assert "optimizer.learning_rate: 0.01 on rank 0; 0.02 on rank 1" in group.errors[0]
     assert "parallel.tensor_parallel_size: 1 on rank 0; 2 on rank 1" in group.errors[0]
 
 
 def test_ranks_that_do_not_join_are_named(tmp_path: Path) -> None:
-    alone = launched.start([arguments(tmp_path, make_store(tmp_path), "train.timeout_s=2")], tmp_path / "output", world=3)
+    alone = launched.start(
+        [arguments(tmp_path, make_store(tmp_path), "train.timeout_s=2")],
+        tmp_path / "output",
+        world=3,
+    )
     assert not alone.end() and alone.codes == [2], alone.said
-    assert "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in alone.errors[0] and "within 2 s" in alone.errors[0]
+    assert (
+        "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in alone.errors[0]
+        and "within 2 s" in alone.errors[0]
+    )

@@ -1,4 +1,5 @@
-"""The attention benchmark: in a smoke test here, so that it is ready when there is a GPU, and its checks on one."""
+"""The attention benchmark: in a smoke test here, so that it is ready when there is a GPU, and its
+checks on one."""
 
 import csv
 import math
@@ -21,7 +22,8 @@ from longctx.attention.segments import Segments
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that the benchmark adds are gone after every test, and tests that are not for a GPU see none."""
+    """Kernels that the benchmark adds are gone after every test, and tests that are not for a GPU
+    see none."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with mock.patch.dict(KERNELS):
@@ -44,28 +46,42 @@ def table(path: Path) -> list[dict[str, str]]:
 def test_smoke_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "cpu")
     checks = table(tmp_path / "a-checks.csv")
-    assert {row["mask"] for row in checks} == {"causal", "dense", "window", "window with sinks", "prefix"}
+    assert {row["mask"] for row in checks} == {
+        "causal",
+        "dense",
+        "window",
+        "window with sinks",
+        "prefix",
+    }
     assert {row["tensor"] for row in checks} == {"out", "dq", "dk", "dv"}
     assert all(row["right"] == "True" and 0 < float(row["ring"]) < 1e-5 for row in checks)
 
     rows = table(tmp_path / "a.csv")
     assert {(row["tokens"], row["degree"], row["documents"]) for row in rows} == {
-        (tokens, degree, documents) for tokens in ("64", "128") for degree in ("1", "2", "4") for documents in ("1", "4")
+        (tokens, degree, documents)
+        for tokens in ("64", "128")
+        for degree in ("1", "2", "4")
+        for documents in ("1", "4")
     }
     for row in rows:
         tokens, degree, documents = int(row["tokens"]), int(row["degree"]), int(row["documents"])
         pairs = tokens**2 * degree / documents / 2
         assert int(row["pairs"]) == pytest.approx(pairs, rel=0.1, abs=tokens)
         assert int(row["single_pairs"]) == pytest.approx(pairs, rel=0.1, abs=tokens)
-        assert int(row["calls"]) == {1: 1, 2: 2, 4: 3}[degree]  # the last of a ring has none after it
+        # The last of a ring has none after it.
+        assert int(row["calls"]) == {1: 1, 2: 2, 4: 3}[degree]
         for what in ("calls", "ring", "single"):
             for direction, factor in (("forward", 1.0), ("backward", 2.5)):
-                work = int(row["single_pairs" if what == "single" else "pairs"]) * 4 * 4 * 16 * factor
+                work = (
+                    int(row["single_pairs" if what == "single" else "pairs"]) * 4 * 4 * 16 * factor
+                )
                 rate = work / float(row[f"{direction}_{what}"]) / 1e12
                 assert float(row[f"{direction}_{what}_tflops"]) == pytest.approx(rate, rel=1e-4)
         assert row["torch"] == version("torch") and row["date"]
 
-    pieces = {row["piece"]: float(row["share_of_copy"]) for row in table(tmp_path / "a-elementwise.csv")}
+    pieces = {
+        row["piece"]: float(row["share_of_copy"]) for row in table(tmp_path / "a-elementwise.csv")
+    }
     assert list(pieces) == ["copy", "rotary embedding", "RMSNorm", "SwiGLU"]
     assert pieces["copy"] == 1 and all(share > 0 for share in pieces.values())
 
@@ -95,10 +111,13 @@ class Unsteady(Off):
 
 
 class Merging(Off):
-    """The CPU kernel with a log-sum-exp that is a little off: right alone, wrong once it is merged."""
+    """The CPU kernel with a log-sum-exp that is a little off: right alone, wrong once it is
+    merged."""
 
     @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any) -> Any:
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any
+    ) -> Any:
         out, lse = cpu.forward(q, k, v, segments, *rest)
         return out, lse + 1e-5 * (len(k) != len(q))
 
@@ -109,7 +128,9 @@ class Windowless(Off):
     """The CPU kernel, which fails where a window or a prefix bounds what is seen."""
 
     @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any) -> Any:
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any
+    ) -> Any:
         if not all(segment.dense or segment.causal for segment in segments):
             raise RuntimeError("no windows")
         return cpu.forward(q, k, v, segments, *rest)
@@ -121,7 +142,9 @@ class Breaking(Off):
     """The CPU kernel, which cannot be compiled for 128 queries."""
 
     @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any) -> Any:
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any
+    ) -> Any:
         if len(q) == 128:
             raise RuntimeError("out of resource:\nshared memory")
         return cpu.forward(q, k, v, segments, *rest)
@@ -131,7 +154,9 @@ class Breaking(Off):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [Off, Unsteady, Merging])
-def test_a_wrong_kernel_is_not_timed(wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_not_timed(
+    wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(KERNELS, wrong.__name__, wrong())
     with pytest.raises(SystemExit, match=rf"these checks failed.*\nkernel {wrong.__name__}; mask"):
         run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", wrong.__name__)
@@ -140,22 +165,32 @@ def test_a_wrong_kernel_is_not_timed(wrong: Any, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_what_is_right_where_it_is_timed_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_right_where_it_is_timed_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(KERNELS, "Windowless", Windowless())
     with pytest.raises(SystemExit, match=r"mask window; .*no windows"):
         run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Windowless")
     assert [row["failed"] for row in table(tmp_path / "a.csv")] == [""] * 12
 
 
-def test_a_cell_that_fails_leaves_its_reason_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_fails_leaves_its_reason_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(KERNELS, "Breaking", Breaking())
     run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Breaking")
     rows = table(tmp_path / "a.csv")
-    assert len({(row["tokens"], row["degree"], row["documents"]) for row in rows}) == len(rows) == 12
+    assert (
+        len({(row["tokens"], row["degree"], row["documents"]) for row in rows}) == len(rows) == 12
+    )
     failed = [row for row in rows if row["failed"]]
     assert {row["failed"] for row in failed} == {"RuntimeError: out of resource: shared memory"}
-    assert {row["tokens"] for row in failed} >= {"128"} and all(row["device"] and row["pairs"] == "" for row in failed)
-    assert 0 < len(failed) < 12 and all(float(row["forward_ring"]) for row in rows if not row["failed"])
+    assert {row["tokens"] for row in failed} >= {"128"} and all(
+        row["device"] and row["pairs"] == "" for row in failed
+    )
+    assert 0 < len(failed) < 12 and all(
+        float(row["forward_ring"]) for row in rows if not row["failed"]
+    )
 
 
 def test_a_check_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +201,15 @@ def test_a_check_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(KERNELS, "Breaking", Breaking())
     with pytest.raises(SystemExit, match="RuntimeError: compiling failed"):
         run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Breaking")
-    assert {row["mask"] for row in table(tmp_path / "a-checks.csv")} == set(attention_checks.masks(1))
+    assert {row["mask"] for row in table(tmp_path / "a-checks.csv")} == set(
+        attention_checks.masks(1)
+    )
     assert [row["failed"] for row in table(tmp_path / "a.csv")] == ["not timed: wrong"]
 
 
-def test_a_lost_gpu_leaves_a_row_and_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_leaves_a_row_and_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -182,13 +221,19 @@ def test_a_lost_gpu_leaves_a_row_and_ends_the_process(tmp_path: Path, monkeypatc
     ):
         lost()
     (row,) = table(tmp_path / "a.csv")
-    assert row == {"kernel": "triton", "tokens": "64", "failed": "RuntimeError: an illegal memory access was encountered"}
+    assert row == {
+        "kernel": "triton",
+        "tokens": "64",
+        "failed": "RuntimeError: an illegal memory access was encountered",
+    }
     cells = [{"kernel": "triton", "tokens": tokens} for tokens in (64, 128)]
     assert list(rows.missing(cells, math.inf)) == cells[1:], "the next process goes on behind it"
 
 
 @pytest.mark.slow
-def test_what_tables_have_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tables_have_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smoke = ["--smoke", "--kernels", "cpu"]
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path / "a", *smoke, "--minutes", "0")
@@ -199,7 +244,9 @@ def test_what_tables_have_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
     assert (checks, times) == (table(tmp_path / "a-checks.csv"), table(tmp_path / "a.csv"))
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path / "a")
     assert "--smoke tests the script on a CPU" in capsys.readouterr().err

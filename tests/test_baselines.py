@@ -1,4 +1,5 @@
-"""Baselines: every plan passes the checker and follows the baseline's rules, and errors name what is not supported."""
+"""Baselines: every plan passes the checker and follows the baseline's rules, and errors name what
+is not supported."""
 
 import sys
 from typing import Any
@@ -52,11 +53,16 @@ def test_megatron_main_is_the_real_class() -> None:
     assert all(is_power_of_two(degree) for degree in plan.degrees)
 
 
-def test_without_the_wheel_the_error_has_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wheel_the_error_has_the_command_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "megatron", None)  # what Python does for a package that is not there
-    with pytest.raises(MissingWheel, match=r"needs the package megatron-core .*: pip install '\.\[bench\]'"):
+    # What Python does for a package that is not there.
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(
+        MissingWheel, match=r"needs the package megatron-core .*: pip install '\.\[bench\]'"
+    ):
         plan_baseline("megatron-main", [100], ranks=2, tokens_per_rank=4096, profile=H100)
 
 
@@ -67,24 +73,41 @@ def test_documents_that_fit_no_degree_are_named(name: str) -> None:
 
 
 def test_powers_of_two_do_not_hold_what_six_ranks_do() -> None:
-    with pytest.raises(PlanError, match="FlexSP cannot hold document 0 of 24576 tokens: its largest degree here is 4"):
+    with pytest.raises(
+        PlanError,
+        match="FlexSP cannot hold document 0 of 24576 tokens: its largest degree here is 4",
+    ):
         plan_baseline("flexsp", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100)
-    assert plan_baseline("megatron-dev", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100).degrees == {6: 1}
+    assert plan_baseline(
+        "megatron-dev", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100
+    ).degrees == {6: 1}
 
 
 def test_fixed_static_takes_the_smallest_power_of_two_that_divides_the_ranks() -> None:
-    assert [fixed_degree(longest, 16, 4096) for longest in (1, 4096, 4097, 20_000, 65_536)] == [1, 1, 2, 8, 16]
-    assert [fixed_degree(longest, 24, 4096) for longest in (20_000, 40_000)] == [8, 24], "16 does not divide 24"
+    assert [fixed_degree(longest, 16, 4096) for longest in (1, 4096, 4097, 20_000, 65_536)] == [
+        1,
+        1,
+        2,
+        8,
+        16,
+    ]
+    assert [fixed_degree(longest, 24, 4096) for longest in (20_000, 40_000)] == [8, 24], (
+        "16 does not divide 24"
+    )
     assert fixed_degree(8192, 4, 4095) == 4, "of an odd budget each rank loses a token"
-    with pytest.raises(PlanError, match="cannot hold a document of 65,537 tokens: all 16 ranks hold 65,536"):
+    with pytest.raises(
+        PlanError, match="cannot hold a document of 65,537 tokens: all 16 ranks hold 65,536"
+    ):
         fixed_degree(65_537, 16, 4096)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.sampled_from([1, 2, 4, 8]))
 def test_fixed_static_is_that_of_megatron(lengths: list[int], degree: int) -> None:
-    """Against its rule, written down by token counts: drawn order, and group 0 first in every micro-batch."""
-    lengths = [2 * degree * length for length in lengths]  # padded as Megatron pads, so that shards are even
+    """Against its rule, written down by token counts: drawn order, and group 0 first in every
+    micro-batch."""
+    # Padded as Megatron pads, so that shards are even.
+    lengths = [2 * degree * length for length in lengths]
     plan = plan_fixed_static(lengths, ranks=8, tokens_per_rank=128, profile=H100, degree=degree)
     packs: list[list[int]] = [[]]
     for length in lengths:
@@ -107,7 +130,11 @@ def test_fixed_static_is_that_of_megatron(lengths: list[int], degree: int) -> No
     ("degree", "message"),
     [
         (3, "static:3 on 8 ranks: the degree must divide the number of ranks"),
-        (2, "does not hold the longest document of 9,000 tokens: 2 ranks with 4,096 tokens each hold 8,192; use degree 4 or"),
+        (
+            2,
+            "does not hold the longest document of 9,000 tokens: 2 ranks with 4,096 tokens each "
+            "hold 8,192; use degree 4 or",
+        ),
         (16, "degree is 16: must be a whole number in 1..8"),
     ],
 )
@@ -128,7 +155,9 @@ def test_flexsp_cuts_keep_the_order_and_the_fullest_small(lengths: list[int], nu
 
 
 def test_megatron_dev_widens_until_no_rank_is_empty() -> None:
-    plan = plan_baseline("megatron-dev", [4000, 3000, 100], ranks=8, tokens_per_rank=4096, profile=H100)
+    plan = plan_baseline(
+        "megatron-dev", [4000, 3000, 100], ranks=8, tokens_per_rank=4096, profile=H100
+    )
     ranks = {rank for p in plan.micro_batches[0] for rank in p.ring}
     assert ranks == set(range(8))
 

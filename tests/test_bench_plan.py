@@ -35,27 +35,53 @@ def test_its_tables_are_those_of_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan"
-    options = ["--only", "(speedups|gaps) wlb_128k (6|8) ranks 4 documents", "--seeds", "1", "--out", str(out)]
+    options = [
+        "--only",
+        "(speedups|gaps) wlb_128k (6|8) ranks 4 documents",
+        "--seeds",
+        "1",
+        "--out",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", ["plan.py", *options])
     bench.main()
     with out.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert {(row["table"], row["ranks"]) for row in rows} == {("speedups", "8"), ("gaps", "6"), ("gaps", "8")}
+    assert {(row["table"], row["ranks"]) for row in rows} == {
+        ("speedups", "8"),
+        ("gaps", "6"),
+        ("gaps", "8"),
+    }
     lines = out.with_suffix(".md").read_text().splitlines()
     assert capsys.readouterr().out.strip().splitlines() == lines
     for row in rows:
         if row["planner"] == "megatron-main" and not row["makespan_s"]:
             assert row["note"]  # its wheel is not installed
             continue
-        assert float(row["lower_bound_s"]) <= float(row["tight_bound_s"]) <= float(row["makespan_s"])
+        assert (
+            float(row["lower_bound_s"]) <= float(row["tight_bound_s"]) <= float(row["makespan_s"])
+        )
         if row["planner"] == "auto":
             gaps = f"{float(row['gap']):.1%}", f"{float(row['unavoidable_gap']):.1%}"
-            shown = f"| {gaps[0]} | {gaps[1]} |" if row["table"] == "speedups" else f"| {gaps[0]} ({gaps[1]}) |"
-            assert [line for line in lines if line.startswith(f"| wlb_128k | {row['ranks']} |") and shown in line]
+            shown = (
+                f"| {gaps[0]} | {gaps[1]} |"
+                if row["table"] == "speedups"
+                else f"| {gaps[0]} ({gaps[1]}) |"
+            )
+            assert [
+                line
+                for line in lines
+                if line.startswith(f"| wlb_128k | {row['ranks']} |") and shown in line
+            ]
     speedups = {row["planner"]: row for row in rows if row["table"] == "speedups"}
-    (cells,) = (line.strip("| ").split(" | ") for line in lines if line.startswith("| wlb_128k | 8 | 4 |"))
+    (cells,) = (
+        line.strip("| ").split(" | ") for line in lines if line.startswith("| wlb_128k | 8 | 4 |")
+    )
     auto = speedups["auto"]
-    over, single, static = (f"{float(auto[f'speedup_over_{name}']):.2f}" for name in ("fixed", "best_single", "best_static"))
+    over, single, static = (
+        f"{float(auto[f'speedup_over_{name}']):.2f}"
+        for name in ("fixed", "best_single", "best_static")
+    )
     degree = speedups["fixed-static"]["winner"].removeprefix("static:")
     assert cells[3] == f"{int(auto['tokens']) / 1e6:.2f}M"
     assert cells[4:6] == [degree, f"**{over}**"]
@@ -64,12 +90,16 @@ def test_its_tables_are_those_of_its_rows(
 
 
 def test_the_fixed_degree_is_that_of_the_longest_document_of_the_mix() -> None:
-    """32 ranks and a document each: the documents drawn would fit into a smaller degree; the best single degree is larger."""
+    """32 ranks and a document each: the documents drawn would fit into a smaller degree; the best
+    single degree is larger."""
     steps = [load_mix("wlb_128k").draw(32, seed) for seed in range(2)]
     assert max(fixed_degree(max(step), 32, bench.TOKENS_PER_RANK) for step in steps) < 8
     result = bench.measure(bench.Setting("speedups", "wlb_128k", 32, 1), 2, H100)
     request = {"ranks": 32, "tokens_per_rank": bench.TOKENS_PER_RANK, "profile": H100}
-    times = {d: [plan_fixed_static(step, **request, degree=d).makespan_s for step in steps] for d in (8, 16, 32)}
+    times = {
+        d: [plan_fixed_static(step, **request, degree=d).makespan_s for step in steps]
+        for d in (8, 16, 32)
+    }
     assert result["fixed-static"].winner == "static:8"
     assert result["fixed-static"].makespan_s == pytest.approx(sum(times[8]) / 2)
     best = min(times, key=lambda degree: sum(times[degree]))
@@ -84,23 +114,32 @@ def test_documents_are_stretched_by_one_factor() -> None:
     assert bench.stretch([100, 3, 1], 10) == [10, 1, 1]
     assert bench.stretch([100, 3], None) == [100, 3]
     stretched = [setting for setting in bench.settings(["wlb_128k"]) if setting.stretched_to]
-    assert {setting.ranks for setting in stretched} == {256} and {setting.stretched_to for setting in stretched} == {2 << 20}
+    assert {setting.ranks for setting in stretched} == {256} and {
+        setting.stretched_to for setting in stretched
+    } == {2 << 20}
 
 
 @pytest.mark.parametrize(("documents", "most"), [(64, 0.03), (256, 0.025)])
 def test_few_long_documents_are_near_the_bound(documents: int, most: float) -> None:
     """On 64 ranks, mean of five steps. With blocks of one rank alone, plans are slower."""
     steps = [Step(H100, np.array(bench.few_long(documents, seed)), 64, 16384) for seed in range(5)]
-    plans = [make_plan(step.lengths.tolist(), ranks=64, tokens_per_rank=16384, profile=H100) for step in steps]
+    plans = [
+        make_plan(step.lengths.tolist(), ranks=64, tokens_per_rank=16384, profile=H100)
+        for step in steps
+    ]
     assert sum(plan.gap for plan in plans) / len(plans) < most
     alone = sum(search(step, replace(DEFAULT, blocks=(1,))).makespan_ns for step in steps)
     assert sum(search(step).makespan_ns for step in steps) < alone
 
 
 def test_the_gain_of_a_window_is_at_most_the_gaps_and_rounding() -> None:
-    """Steps of the same documents: a window's bound is that of each step, but for micro-batches that are partly empty."""
+    """Steps of the same documents: a window's bound is that of each step, but for micro-batches
+    that are partly empty."""
     same = bench.Setting("windows", "wlb_128k", 8, 2)
-    plans = [make_plan(bench.draw(same, s), ranks=8, tokens_per_rank=16384, profile=H100) for s in range(8)]
+    plans = [
+        make_plan(bench.draw(same, s), ranks=8, tokens_per_rank=16384, profile=H100)
+        for s in range(8)
+    ]
     gaps = sum(plan.makespan_s for plan in plans) / sum(plan.lower_bound_s for plan in plans) - 1
     gains = bench.window_gains(same, H100)
     assert len(gains) == len(bench.WINDOWS)
@@ -116,13 +155,19 @@ def test_a_node_of_eight() -> None:
     assert row.tp * row.pp * row.domain == row.gpus == 8
     assert row.documents == 32
     assert 0.3 < row.static_mfu <= row.mfu < 0.55
-    assert row.static_step_s / row.step_s == pytest.approx(row.mfu / row.static_mfu), "the same documents"
-    assert row.static_degree * row.tokens_per_rank >= load_mix(scaling.MIX).longest, "also of documents that are not drawn"
+    assert row.static_step_s / row.step_s == pytest.approx(row.mfu / row.static_mfu), (
+        "the same documents"
+    )
+    assert row.static_degree * row.tokens_per_rank >= load_mix(scaling.MIX).longest, (
+        "also of documents that are not drawn"
+    )
     assert row.static_step_s == pytest.approx(min(static_times_s(machine)))
     with pytest.raises(UserError, match="no split of 8 GPUs can hold this model"):
         scaling.predict(machine, "1T", 8)
     found = {name: str(value) for name, value in asdict(row).items()} | {"refused": ""}
-    page = scaling.page([{**found, "model": "1T", "refused": "too large"}, found], {"command": "python ..."})
+    page = scaling.page(
+        [{**found, "model": "1T", "refused": "too large"}, found], {"command": "python ..."}
+    )
     assert f"| 8B | 8 | 0.1M | {row.tp} × {row.pp} × {row.domain} |" in page
     assert f"**{row.speedup:.2f}×**" in page
     assert "Too few GPUs: 1T on 8." in page
@@ -139,9 +184,19 @@ def static_times_s(machine: Machine) -> Iterator[float]:
             profile = profile_of(machine, spec, split)
             times = []
             for lengths in steps:
-                plan = place_fixed_static(profile, lengths, split.domain, split.tokens_per_rank, degree)
-                if memory_of(machine, spec, split, mix.longest, plan.micro_batches).total <= machine.memory_bytes:
+                plan = place_fixed_static(
+                    profile, lengths, split.domain, split.tokens_per_rank, degree
+                )
+                if (
+                    memory_of(machine, spec, split, mix.longest, plan.micro_batches).total
+                    <= machine.memory_bytes
+                ):
                     plain = score(profile, lengths, plan, split.domain, split.pipeline)
-                    times.append(choose_rounds(profile, lengths, plan, plain, split.max_remote_tokens)[1].makespan_ns / 1e9)
+                    times.append(
+                        choose_rounds(profile, lengths, plan, plain, split.max_remote_tokens)[
+                            1
+                        ].makespan_ns
+                        / 1e9
+                    )
             if len(times) == len(steps):
                 yield sum(times) / len(times)

@@ -1,4 +1,5 @@
-"""Measured profiles: fits recover known constants, and the command writes a profile that planning and training read."""
+"""Measured profiles: fits recover known constants, and the command writes a profile that planning
+and training read."""
 
 import json
 import math
@@ -39,7 +40,8 @@ def test_a_line_is_found(intercept: float, slope: float, counts: list[int]) -> N
 
 def test_a_line_of_noise_still_rises() -> None:
     assert fit_line([100, 200, 400], [3.0, 2.0, 1.0]) == (0.0, 1 / 400)
-    intercept, slope = fit_line([100, 200, 400], [1.0, 3.0, 9.0])  # through the origin rather than below it
+    # Through the origin rather than below it.
+    intercept, slope = fit_line([100, 200, 400], [1.0, 3.0, 9.0])
     assert intercept == 0 and slope > 0.01
 
 
@@ -47,13 +49,18 @@ def test_a_document_measured_faster_than_longer_ones_counts_as_equally_fast() ->
     rates = {64: 0.01, 256: 0.004, 1024: 0.005}
     slope, table = fit_attention({length: rate * length**2 for length, rate in rates.items()})
     assert slope == pytest.approx(0.005)
-    assert [length for length, _ in table] == [64, 256, 1024] and dict(table) == pytest.approx({64: 0.5, 256: 1.0, 1024: 1.0})
+    assert [length for length, _ in table] == [64, 256, 1024] and dict(table) == pytest.approx(
+        {64: 0.5, 256: 1.0, 1024: 1.0}
+    )
 
 
 @pytest.mark.parametrize(
-    ("ranks", "recompute", "keep_kv"), [(2, False, False), (3, False, False), (3, True, False), (3, False, True)]
+    ("ranks", "recompute", "keep_kv"),
+    [(2, False, False), (3, False, False), (3, True, False), (3, False, True)],
 )
-def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool, keep_kv: bool) -> None:
+def test_bytes_of_keys_and_values(
+    workers: Workers, ranks: int, recompute: bool, keep_kv: bool
+) -> None:
     """The cost model counts the bytes of the rank that moves most, pass by pass."""
     length = 2 * ranks * 10
     by_rank = workers.run(calibration_cases.count_bytes, ranks, length, recompute, keep_kv)
@@ -103,18 +110,30 @@ def profile_arguments(out: Path, *more: str) -> list[str]:
 
 
 def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command needs no store, writes a profile that planning and training read, and reports what it did not measure."""
+    """The command needs no store, writes a profile that planning and training read, and reports
+    what it did not measure."""
     out = tmp_path / "my.yaml"
     assert main(profile_arguments(out, "--base=h100-nvlink-ib", "--data.store=nowhere")) == 0
     said = capsys.readouterr().out
     found, measured = HardwareProfile.load(out), yaml.safe_load(out.read_text("utf-8"))["measured"]
-    taken = ("intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node", "overlap", "attention_split_penalty")
-    assert measured["not_measured"] == dict.fromkeys((*taken, "latency_s"), "taken from h100-nvlink-ib")
+    taken = (
+        "intra_node_bytes_per_s",
+        "inter_node_bytes_per_s",
+        "ranks_per_node",
+        "overlap",
+        "attention_split_penalty",
+    )
+    assert measured["not_measured"] == dict.fromkeys(
+        (*taken, "latency_s"), "taken from h100-nvlink-ib"
+    )
     assert [getattr(found, name) for name in taken] == [getattr(H100, name) for name in taken]
     assert found.latency_s == pytest.approx(H100.latency_s / 32), "of one layer, not of 32"
     assert found.exchange_levels == 2 and found.kv_bytes_per_token == 1 * 2 * 2 * 8 * 4 * 3
     assert [length for length, _ in found.attention_efficiency] == [128, 1024]
-    assert min(found.linear_s_per_token, found.attention_s_per_token2, found.launch_s) > 0 and 0 < found.query_share < 1
+    assert (
+        min(found.linear_s_per_token, found.attention_s_per_token2, found.launch_s) > 0
+        and 0 < found.query_share < 1
+    )
     described = read_described(str(out))[1]
     assert described is not None and described.model.hidden_size == 64
     check = measured["check"]
@@ -123,34 +142,62 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "predicted" in said and str(out) in said
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("300\n40\n")
-    assert main(["plan", "--lengths", str(lengths), "--ranks=2", "--tokens-per-rank=512", f"--profile={out}", "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--lengths",
+                str(lengths),
+                "--ranks=2",
+                "--tokens-per-rank=512",
+                f"--profile={out}",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert HardwareProfile.from_dict(json.loads(capsys.readouterr().out)["profile"]) == found
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.slow
 def test_two_ranks(workers: Workers, nodes: int) -> None:
-    """On one node or two, both ranks get the same profile, and only the missing link is taken from the base profile."""
-    more = ["train.recompute=full", "context.max_remote_tokens=64", "train.dtype=bfloat16", "context.two_level_exchange=false"]
+    """On one node or two, both ranks get the same profile, and only the missing link is taken from
+    the base profile."""
+    more = [
+        "train.recompute=full",
+        "context.max_remote_tokens=64",
+        "train.dtype=bfloat16",
+        "context.two_level_exchange=false",
+    ]
     more = more if nodes == 2 else []
-    found, other = workers.run(calibration_cases.measure_profile, 2, [0, 1] if nodes == 1 else [0, 0], more)
+    found, other = workers.run(
+        calibration_cases.measure_profile, 2, [0, 1] if nodes == 1 else [0, 0], more
+    )
     assert found == other
     profile, how = HardwareProfile.from_dict(found["profile"]), found["how"]
-    missing = {"inter_node_bytes_per_s", "ranks_per_node"} if nodes == 1 else {"intra_node_bytes_per_s"}
+    missing = (
+        {"inter_node_bytes_per_s", "ranks_per_node"} if nodes == 1 else {"intra_node_bytes_per_s"}
+    )
     missing |= {"overlap", "attention_split_penalty"}
     assert set(H100.to_dict()) - set(how) - set(BY_MODEL) == missing
     assert all(found["sources"][name] == "taken from h100-nvlink-ib" for name in missing)
     assert profile.exchange_levels == (2 if nodes == 1 else 1), "those of the settings"
     assert found["run"]["nodes"] == nodes and profile.ranks_per_node == (8 if nodes == 1 else 1)
     assert profile.kv_bytes_per_token == 1 * 2 * 2 * 8 * (4 * 3 if nodes == 1 else 2 * 4)
-    assert how["intra_node_bytes_per_s" if nodes == 1 else "inter_node_bytes_per_s"] == "messages to all peers at once"
+    assert (
+        how["intra_node_bytes_per_s" if nodes == 1 else "inter_node_bytes_per_s"]
+        == "messages to all peers at once"
+    )
     assert min(found["check"]["predicted_s"], found["check"]["measured_s"], profile.latency_s) > 0
 
 
 @pytest.mark.slow
 def test_tensor_ranks_share_the_nodes_of_the_base_profile(workers: Workers) -> None:
     """Nodes of 8 GPUs hold 4 ranks of the domain if each rank is two GPUs."""
-    found, _ = workers.run(calibration_cases.measure_profile, 2, [0, 1], ["parallel.tensor_parallel_size=2"])
+    found, _ = workers.run(
+        calibration_cases.measure_profile, 2, [0, 1], ["parallel.tensor_parallel_size=2"]
+    )
     assert (found["profile"]["ranks_per_node"], found["run"]["tensor_parallel_size"]) == (4, 2)
 
 
@@ -172,7 +219,10 @@ def test_what_is_refused_before_anything_is_measured(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     said = refusal(capsys, "--parallel.pipeline_parallel_size=2")
-    assert "parallel.pipeline_parallel_size is 2, but profiles are measured without a pipeline, and scaled" in said
+    assert (
+        "parallel.pipeline_parallel_size is 2, but profiles are measured without a pipeline, and "
+        "scaled" in said
+    )
     assert not dist.is_initialized()
 
 

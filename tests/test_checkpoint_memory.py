@@ -1,4 +1,5 @@
-"""Peak memory of reading and of exporting a checkpoint of a gigabyte: a shard, a block and a tenth more."""
+"""Peak memory of reading and of exporting a checkpoint of a gigabyte: a shard, a block and a tenth
+more."""
 
 import os
 import subprocess
@@ -26,9 +27,20 @@ HIDDEN, MLP, LAYERS, VOCABULARY = 1024, 4096, 16, 4096
 BLOCK = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * MLP + 2 * HIDDEN)
 """Bytes of a block in float32."""
 WHOLE = LAYERS * BLOCK + 4 * (2 * VOCABULARY * HIDDEN + HIDDEN)
-SIZES = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": VOCABULARY,
+}
 SIZES["num_attention_heads"] = 8
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+}
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -56,10 +68,13 @@ def make_checkpoint(folder: Path, sizes: dict[str, int], dtype: torch.dtype) -> 
 
 
 def read(folder: Path, run: Path, settings: list[str]) -> int:
-    """On each rank: the growth while weights are read, up to the first forward pass; then a checkpoint is written."""
+    """On each rank: the growth while weights are read, up to the first forward pass; then a
+    checkpoint is written."""
     given = [f"model.from_pretrained={folder}", *settings]
     config = load(None, given, world_size=dist.get_world_size())
-    mesh = make_groups(torch.device("cpu"), tensor=config.parallel.tensor_parallel_size, timeout_s=120.0)
+    mesh = make_groups(
+        torch.device("cpu"), tensor=config.parallel.tensor_parallel_size, timeout_s=120.0
+    )
     source = config.model_source()
     assert source.spec.parameters
     peak, growth = Peak(), []
@@ -88,7 +103,8 @@ def _watched(finish: Any, peak: Peak, growth: list[int]) -> Any:
 
 
 def write(small: Path, run: Path, out: Path) -> int:
-    """The growth while a run is exported to files of a block, by a process that has exported a small one."""
+    """The growth while a run is exported to files of a block, by a process that has exported a
+    small one."""
     export(small, out.with_name("small-out"))
     peak = Peak()
     export(run, out, max_shard_bytes=BLOCK)
@@ -99,16 +115,29 @@ def write(small: Path, run: Path, out: Path) -> int:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("split", ["transformers", "native", "tensor parallel"])
-def test_a_shard_a_block_and_a_tenth(workers: Workers, tmp_path: Path, split: str, dtype: torch.dtype) -> None:
-    """Of float32, in which weights are trained; an export holds a block as it was saved, as it is written, and a file."""
+def test_a_shard_a_block_and_a_tenth(
+    workers: Workers, tmp_path: Path, split: str, dtype: torch.dtype
+) -> None:
+    """Of float32, in which weights are trained; an export holds a block as it was saved, as it is
+    written, and a file."""
     make_checkpoint(tmp_path / "large", SIZES, dtype)
     make_checkpoint(tmp_path / "small", SMALL, dtype)
-    settings = ["parallel.tensor_parallel_size=2" if split == "tensor parallel" else f"model.implementation={split}"]
+    settings = [
+        "parallel.tensor_parallel_size=2"
+        if split == "tensor parallel"
+        else f"model.implementation={split}"
+    ]
     runs = [tmp_path / "small-run", tmp_path / "large-run"]
-    workers.run(read, 2, tmp_path / "small", runs[0], settings, timeout_s=120.0)  # libraries are loaded once
+    # Libraries are loaded once.
+    workers.run(read, 2, tmp_path / "small", runs[0], settings, timeout_s=120.0)
     reading = workers.run(read, 2, tmp_path / "large", runs[1], settings, timeout_s=120.0)
-    code = f"from pathlib import *; from {__name__} import write; print(write(*{[*runs, tmp_path / 'out']}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    code = (
+        f"from pathlib import *; from {__name__} import write; "
+        f"print(write(*{[*runs, tmp_path / 'out']}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     writing = int(done.stdout.splitlines()[-1])
     figures = {"read": max(reading), "written": writing, "shard": WHOLE // 2, "block": BLOCK}
     print(split, dtype, *(f"{name} {size / 1e6:,.0f} MB" for name, size in figures.items()))

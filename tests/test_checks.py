@@ -1,4 +1,5 @@
-"""Checks before a start: whatever is wrong is refused in words, alone and in pairs, by dry runs, estimates and trainings."""
+"""Checks before a start: whatever is wrong is refused in words, alone and in pairs, by dry runs,
+estimates and trainings."""
 
 import itertools
 from pathlib import Path
@@ -10,10 +11,21 @@ from tests.training_cases import SMALL
 from tests.weight_cases import make_store, records
 
 BROKEN = {
-    "weights of tokens": (["data.merge_prefixes=true"], "data.merge_prefixes is true, but data.store"),
-    "a group that matches nothing": (["optimizer.groups=[{match: nothing}]"], "optimizer.groups has match nothing"),
+    "weights of tokens": (
+        ["data.merge_prefixes=true"],
+        "data.merge_prefixes is true, but data.store",
+    ),
+    "a group that matches nothing": (
+        ["optimizer.groups=[{match: nothing}]"],
+        "optimizer.groups has match nothing",
+    ),
     "no family": (
-        ["checkpoint.export={run}/out", "model.qkv_bias=true", "model.qk_norm=true", "model.num_experts=2"],
+        [
+            "checkpoint.export={run}/out",
+            "model.qkv_bias=true",
+            "model.qk_norm=true",
+            "model.num_experts=2",
+        ],
         "no supported family of transformers has models of this shape",
     ),
     "W&B": (["log.wandb=project"], "wandb"),
@@ -30,8 +42,15 @@ def weighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_store(tmp_path_factory.mktemp("checks"), records())
 
 
-def said(capsys: pytest.CaptureFixture[str], command: list[str], store: Path, run: Path, names: tuple[str, ...]) -> str:
-    """Returns what a command with these broken settings prints to standard error; it must refuse them."""
+def said(
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    store: Path,
+    run: Path,
+    names: tuple[str, ...],
+) -> str:
+    """Returns what a command with these broken settings prints to standard error; it must refuse
+    them."""
     settings = [setting for name in names for setting in BROKEN[name][0]]
     everything = [*SMALL, f"data.store={store}", f"train.run_dir={run}", *settings]
     overrides = [f"--{setting}".replace("{run}", str(run)) for setting in everything]
@@ -58,7 +77,9 @@ def test_pairs_are_refused_in_words(
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_each_alone_is_refused_in_words(capsys: pytest.CaptureFixture[str], weighted: Path, tmp_path: Path, name: str) -> None:
+def test_each_alone_is_refused_in_words(
+    capsys: pytest.CaptureFixture[str], weighted: Path, tmp_path: Path, name: str
+) -> None:
     assert BROKEN[name][1] in said(capsys, ["train"], weighted, tmp_path / "run", (name,))
 
 

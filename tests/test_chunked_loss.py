@@ -1,4 +1,5 @@
-"""The loss of transformers.Trainer in chunks: no logits of all tokens, the same losses, and models that keep their logits."""
+"""The loss of transformers.Trainer in chunks: no logits of all tokens, the same losses, and models
+that keep their logits."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ class Logits(TorchDispatchMode):
 
     rows = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         result = function(*arguments, **(named or {}))
         if isinstance(result, torch.Tensor) and result.dim() > 1 and result.shape[-1] == VOCABULARY:
             self.rows = max(self.rows, result.numel() // VOCABULARY)
@@ -34,13 +37,20 @@ def with_other_logits(kind: str) -> Any:
     """A small model with logits that are bounded (Gemma 2) or scaled (Granite), or with a bias."""
     import transformers
 
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+    }
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     if kind == "gemma2":
         return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, head_dim=8))
     if kind == "granite":
-        return transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes, logits_scaling=8.0))
+        return transformers.GraniteForCausalLM(
+            transformers.GraniteConfig(**sizes, logits_scaling=8.0)
+        )
     made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
     made.lm_head = torch.nn.Linear(32, VOCABULARY)
     return made
@@ -54,15 +64,21 @@ def losses(folder: Path, of: Any, **options: Any) -> tuple[list[float], int]:
         ours.train()
         evaluated = ours.evaluate(ours.train_dataset[:5])["eval_loss"]
     restore(ours)
-    return [entry["loss"] for entry in ours.state.log_history if "loss" in entry] + [evaluated], logits.rows
+    return [entry["loss"] for entry in ours.state.log_history if "loss" in entry] + [
+        evaluated
+    ], logits.rows
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt_oss", "tied", "few labels"])
-def test_logits_of_all_tokens_never_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_logits_of_all_tokens_never_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     data = documents()
     if kind == "few labels":  # rows without one have no logits at all
         for row in data:
-            row["labels"] = [label if place % 5 == 1 else -100 for place, label in enumerate(row["labels"])]
+            row["labels"] = [
+                label if place % 5 == 1 else -100 for place, label in enumerate(row["labels"])
+            ]
 
     def made() -> Any:
         each = model(kind if kind == "gpt_oss" else "qwen2")
@@ -82,7 +98,9 @@ def test_logits_of_all_tokens_never_exist(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "bias"])
-def test_other_logits_and_losses_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_other_logits_and_losses_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr("longctx.training.objectives.loss.CHUNK_TOKENS", CHUNK)
     assert losses(tmp_path, with_other_logits(kind))[1] > 100
 
@@ -101,13 +119,26 @@ def rows_of_rank(folder: Path, options: dict[str, Any]) -> int:
 @pytest.mark.parametrize("options", [{}, FSDP2], ids=["replicated", "sharded"])
 def test_nor_on_several_ranks(workers: Workers, tmp_path: Path, options: dict[str, Any]) -> None:
     """The losses of these runs are compared in `test_trainers`."""
-    assert workers.run(rows_of_rank, 2, tmp_path, options | {"max_steps": 2, "prediction_loss_only": True}) == [CHUNK] * 2
+    assert (
+        workers.run(
+            rows_of_rank, 2, tmp_path, options | {"max_steps": 2, "prediction_loss_only": True}
+        )
+        == [CHUNK] * 2
+    )
 
 
-def test_gradients_of_the_head_are_added_in_float32_without_a_product_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_the_head_are_added_in_float32_without_a_product_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By an operation that only GPUs have: its arguments are those of torch's schema."""
-    known = [schema for schema in torch._C._jit_get_schemas_for_operator("aten::addmm") if schema.overload_name == "dtype_out"]
-    assert len(known) == 1 and {"out_dtype", "out"} <= {argument.name for argument in known[0].arguments}
+    known = [
+        schema
+        for schema in torch._C._jit_get_schemas_for_operator("aten::addmm")
+        if schema.overload_name == "dtype_out"
+    ]
+    assert len(known) == 1 and {"out_dtype", "out"} <= {
+        argument.name for argument in known[0].arguments
+    }
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch, "addmm", lambda *given, **options: calls.append((given, options)))
     with FakeTensorMode(), Products() as products:
@@ -131,6 +162,8 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.seen: set[str] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         self.seen |= {function._schema.name} & {"aten::mm", "aten::addmm", "aten::addmm_"}
         return function(*arguments, **(named or {}))

@@ -26,7 +26,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             parser.add_argument("config", nargs="?")
             parser.add_argument("--ranks", type=int, default=3, help="how many")
 
-        module = SimpleNamespace(SUMMARY="does things", add_arguments=add_arguments, run=run, **attributes)
+        module = SimpleNamespace(
+            SUMMARY="does things", add_arguments=add_arguments, run=run, **attributes
+        )
         monkeypatch.setattr(cli, "_module", lambda name: module)
 
     return replace
@@ -54,7 +56,9 @@ def test_help_lists_every_command_without_importing_torch() -> None:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_help_with_one_default_per_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_one_default_per_option(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([name, "--help"])
     assert end.value.code == 0
@@ -74,17 +78,28 @@ def test_config_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixt
     assert longctx.config.describe() == capsys.readouterr().out.strip()
     assert cli.main(["config", "batch", "log"]) == 0
     out = capsys.readouterr().out
-    assert "--batch.tokens_per_rank int" in out and "--log.tensorboard" in out and "--train.steps" not in out
+    assert (
+        "--batch.tokens_per_rank int" in out
+        and "--log.tensorboard" in out
+        and "--train.steps" not in out
+    )
     assert cli.main(["config", "context.mode"]) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if "--" in line][1:] == ["  --context.mode auto|static|bins"]
+    assert [line for line in capsys.readouterr().out.splitlines() if "--" in line][1:] == [
+        "  --context.mode auto|static|bins"
+    ]
     assert cli.main(["config", "examples/quickstart.yaml"]) == 0
     out = capsys.readouterr().out
     assert "  batch.tokens_per_rank: 2048  # default: 8192\n" in out and "train.steps" not in out
     assert cli.main(["config", "steps"]) == 2
-    assert "there is no section or setting 'steps', nor such a file: sections are model, lora" in capsys.readouterr().err
+    assert (
+        "there is no section or setting 'steps', nor such a file: sections are model, lora"
+        in capsys.readouterr().err
+    )
 
 
-def test_python_m_longctx_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_m_longctx_is_the_same_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["longctx", "--version"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("longctx", run_name="__main__")
@@ -101,22 +116,42 @@ DIGITS = "9" * 5000
         (["trian"], "no command 'trian': did you mean train?"),
         (["zzz"], "no command 'zzz': choose one of prepare, train, finetune"),
         (["--verbose"], "unrecognized arguments: --verbose"),
-        (["train", "--max-length", "4096"], "arguments: --max-length: did you mean --data.max_length?"),
-        (["finetune", "a", "b", "--batch-size=4"], "arguments: --batch-size=4: did you mean --batch.global_tokens?"),
+        (
+            ["train", "--max-length", "4096"],
+            "arguments: --max-length: did you mean --data.max_length?",
+        ),
+        (
+            ["finetune", "a", "b", "--batch-size=4"],
+            "arguments: --batch-size=4: did you mean --batch.global_tokens?",
+        ),
         (["finetune", "a", "b", "--max_len", "4"], "did you mean --max-length?"),
-        (["export", "a", "b", "c"], "unrecognized arguments: c: `longctx export --help` lists what it takes"),
+        (
+            ["export", "a", "b", "c"],
+            "unrecognized arguments: c: `longctx export --help` lists what it takes",
+        ),
         (["train", "--train.steps"], "--train.steps has no value: write --train.steps VALUE"),
-        (["train", "--train.steps", "--processes", "2"], "--train.steps has no value: write --train.steps VALUE"),
+        (
+            ["train", "--train.steps", "--processes", "2"],
+            "--train.steps has no value: write --train.steps VALUE",
+        ),
         (["train", "run\0.yaml"], "an argument has a NUL character"),
         (["prepare", "--source", "texts\0"], "an argument has a NUL character"),
         (["train", "--trace-steps", f"{DIGITS}:{DIGITS}"], "--trace-steps is '9999"),
-        (["plan", "--ranks", "8", "--lengths", "nowhere", "--bins", f"8:{DIGITS}"], "is not LENGTH:DEGREE"),
+        (
+            ["plan", "--ranks", "8", "--lengths", "nowhere", "--bins", f"8:{DIGITS}"],
+            "is not LENGTH:DEGREE",
+        ),
         (["compare", "--mix", "wlb_128k", "--ranks", DIGITS], "is not a list of whole numbers"),
-        (["compare", "--mix", "wlb_128k", "--baseline", f"static:{DIGITS}"], "is not static:DEGREE"),
+        (
+            ["compare", "--mix", "wlb_128k", "--baseline", f"static:{DIGITS}"],
+            "is not static:DEGREE",
+        ),
     ],
     ids=range(16),
 )
-def test_unknown_commands_and_odd_arguments(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands_and_odd_arguments(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         status: object = cli.main(argv)
     except SystemExit as end:
@@ -128,13 +163,25 @@ def test_unknown_commands_and_odd_arguments(argv: list[str], message: str, capsy
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (UserError("this, by that rule: do so"), 2, "longctx plan: error: this, by that rule: do so\n"),
-        (FileNotFoundError(2, "No such file", "x.txt"), 2, "longctx plan: error: [Errno 2] No such file: 'x.txt'\n"),
+        (
+            UserError("this, by that rule: do so"),
+            2,
+            "longctx plan: error: this, by that rule: do so\n",
+        ),
+        (
+            FileNotFoundError(2, "No such file", "x.txt"),
+            2,
+            "longctx plan: error: [Errno 2] No such file: 'x.txt'\n",
+        ),
         (KeyboardInterrupt(), 130, "longctx plan: interrupted\n"),
     ],
 )
 def test_user_errors_have_no_traceback(
-    command: Callable[..., None], capsys: pytest.CaptureFixture[str], error: BaseException, status: int, message: str
+    command: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    message: str,
 ) -> None:
     command(fails(error))
     assert cli.main(["plan"]) == status
@@ -143,15 +190,21 @@ def test_user_errors_have_no_traceback(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "waits"), [((), []), (("0", "0"), []), (("1", "1"), [10.0]), (("8", "0"), [2.0]), (("9", "1"), [10.0])]
+    ("ranks", "waits"),
+    [((), []), (("0", "0"), []), (("1", "1"), [10.0]), (("8", "0"), [2.0]), (("9", "1"), [10.0])],
 )
 def test_one_rank_of_each_node_tells_an_error_of_all_ranks_first(
-    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch, ranks: tuple[str, ...], waits: list[float]
+    command: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: tuple[str, ...],
+    waits: list[float],
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr("longctx.parallel.environment.time.sleep", waited.append)
     for name, value in zip(("RANK", "LOCAL_RANK"), ranks or (None, None), strict=True):
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(
+            name, value
+        )
     command(fails(UserError("this, by that rule: do so")))
     assert cli.main(["plan"]) == 2
     assert waited == waits
@@ -170,10 +223,13 @@ def test_a_closed_pipe_is_not_an_error(repository: Path) -> None:
         "def run(arguments):\n"
         "    for line in range(100000): print(line)\n"
         "    return 0\n"
-        "cli._module = lambda name: types.SimpleNamespace(SUMMARY='', add_arguments=lambda parser: None, run=run)\n"
+        "cli._module = lambda name: types.SimpleNamespace(SUMMARY='', add_arguments=lambda parser: "
+        "None, run=run)\n"
         "sys.exit(cli.main(['plan']))\n"
     )
-    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert writer.stdout is not None
     assert writer.stdout.readline() == "0\n"
     writer.stdout.close()
@@ -182,18 +238,33 @@ def test_a_closed_pipe_is_not_an_error(repository: Path) -> None:
     assert writer.wait() == 141
 
 
-def test_settings_reach_the_commands_that_take_them(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_reach_the_commands_that_take_them(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[argparse.Namespace] = []
 
     def run(arguments: argparse.Namespace) -> int:
         seen.append(arguments)
         return int(arguments.ranks)
 
-    argv = ["run.yaml", "--batch.tokens_per_rank", "4096", "--ranks", "8", "--context.bins={8192: 1}", "--a-b.c-d", "-1"]
+    argv = [
+        "run.yaml",
+        "--batch.tokens_per_rank",
+        "4096",
+        "--ranks",
+        "8",
+        "--context.bins={8192: 1}",
+        "--a-b.c-d",
+        "-1",
+    ]
     command(run, OVERRIDES=True)
     assert cli.main(["measure", *argv]) == 8, "the exit status is the command's"
     assert (seen[0].config, seen[0].ranks) == ("run.yaml", 8)
-    assert seen[0].overrides == ["batch.tokens_per_rank=4096", "context.bins={8192: 1}", "a-b.c-d=-1"]
+    assert seen[0].overrides == [
+        "batch.tokens_per_rank=4096",
+        "context.bins={8192: 1}",
+        "a-b.c-d=-1",
+    ]
     command(run)
     assert cli.main(["plan", "--batch.tokens_per_rank", "4096"]) == 2
     assert "unrecognized arguments: --batch.tokens_per_rank" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The page for users of other trainers: names on our side exist, and names of TRL are those of the installed version."""
+"""The page for users of other trainers: names on our side exist, and names of TRL are those of the
+installed version."""
 
 import dataclasses
 import re
@@ -13,7 +14,11 @@ from longctx.config import load
 from longctx.config.reading import SETTINGS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text("utf-8")
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ")
+]
 WIDE = [row for row in ROWS if len(row) == 6 and row[0] != "what"]
 
 
@@ -45,7 +50,8 @@ def test_examples_are_settings(tmp_path: Path) -> None:
 
 
 def test_examples_have_the_tokens_per_step_of_the_others() -> None:
-    """Of two GPUs in TRL and Axolotl, and of eight in torchtitan and Megatron-LM, whose degrees count."""
+    """Of two GPUs in TRL and Axolotl, and of eight in torchtitan and Megatron-LM, whose degrees
+    count."""
     (trl,) = re.findall(r"SFTConfig\(\n(.*?)\)", PAGE, re.DOTALL)
     of_trl = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)\b", trl)}
     axolotl, titan, megatron = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
@@ -60,7 +66,10 @@ def test_examples_have_the_tokens_per_step_of_the_others() -> None:
     assert rows * of_axolotl["sequence_len"] == int(half) == int(ours) // 2
     (toml,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     of_titan = tomllib.loads(toml)
-    rows = of_titan["training"]["local_batch_size"] * of_titan["parallelism"]["data_parallel_shard_degree"]
+    rows = (
+        of_titan["training"]["local_batch_size"]
+        * of_titan["parallelism"]["data_parallel_shard_degree"]
+    )
     assert rows * of_titan["training"]["seq_len"] == yaml.safe_load(titan)["batch"]["global_tokens"]
     (text,) = re.findall(r"```text\n(--seq-length.*?)```", PAGE, re.DOTALL)
     of_megatron = {name: int(value) for name, value in re.findall(r"--([\w-]+) (\d+)", text)}

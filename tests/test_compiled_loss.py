@@ -1,4 +1,5 @@
-"""The loss whose elementwise part is compiled equals the plain one, and is compiled once for all numbers of tokens."""
+"""The loss whose elementwise part is compiled equals the plain one, and is compiled once for all
+numbers of tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,11 @@ def compare(dtype: torch.dtype, weighted: bool) -> None:
         case = inputs(tokens, dtype, weighted)
         plain, compiled = (losses(case, 31.0 + number, each) for each in (False, True))
         for a, b in zip(plain, compiled, strict=True):
-            close = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-4}
+            close = (
+                {"rtol": 1e-5, "atol": 1e-7}
+                if dtype == torch.float32
+                else {"rtol": 0.02, "atol": 1e-4}
+            )
             torch.testing.assert_close(a, b, **close)
 
 
@@ -54,9 +59,13 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
 
 
 @pytest.mark.parametrize(("dtype", "weighted"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_compiled_and_plain_loss_are_equal(counter: CompileCounterWithBackend, dtype: torch.dtype, weighted: bool) -> None:
+def test_compiled_and_plain_loss_are_equal(
+    counter: CompileCounterWithBackend, dtype: torch.dtype, weighted: bool
+) -> None:
     compare(dtype, weighted)
-    assert len(counter.graphs) == 2, "log-sum-exp and gradient, for any number of rows and any divisor"
+    assert len(counter.graphs) == 2, (
+        "log-sum-exp and gradient, for any number of rows and any divisor"
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Configuration: reading, precedence, and errors with key, value, rule and fix for every mistake."""
+"""Configuration: reading, precedence, and errors with key, value, rule and fix for every
+mistake."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +39,12 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -> None:
-    path = written(tmp_path, "batch: {tokens_per_rank: 1024, global_tokens: 9999}\ntrain:\n  # steps: 5\n")
-    loaded = config.load(path, [PROFILE, "batch.tokens_per_rank=2048", "batch.tokens-per-rank=4096"])
+    path = written(
+        tmp_path, "batch: {tokens_per_rank: 1024, global_tokens: 9999}\ntrain:\n  # steps: 5\n"
+    )
+    loaded = config.load(
+        path, [PROFILE, "batch.tokens_per_rank=2048", "batch.tokens-per-rank=4096"]
+    )
     assert (loaded.batch.tokens_per_rank, loaded.batch.global_tokens) == (4096, 9999)
     assert loaded.train == Config().train
     path.write_bytes("\ufeffbatch:\r\n  global_tokens: 9000\r\n".encode())
@@ -83,7 +88,9 @@ def test_every_name_of_another_program_leads_to_a_setting() -> None:
         (["train.dtype=bfloat16"], False, "bfloat16"),
     ],
 )
-def test_the_dtype_follows_the_device(settings: list[str], gpus: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_follows_the_device(
+    settings: list[str], gpus: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     assert load(*settings).dtype == expected
@@ -92,11 +99,15 @@ def test_the_dtype_follows_the_device(settings: list[str], gpus: bool, expected:
 def test_float32_on_a_gpu_is_said() -> None:
     (note,) = notes_on(load("train.dtype=float32"), torch.device("cuda"))
     assert "train.dtype is float32" in note and "bfloat16" in note
-    assert not notes_on(load("train.dtype=bfloat16"), torch.device("cuda")) + notes_on(load(), torch.device("cpu"))
+    assert not notes_on(load("train.dtype=bfloat16"), torch.device("cuda")) + notes_on(
+        load(), torch.device("cpu")
+    )
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    path = written(tmp_path, "batch: {tokens_per_rnk: 4096, global_tokens: 0}\ntrain: {dtype: fp16}\n")
+    path = written(
+        tmp_path, "batch: {tokens_per_rnk: 4096, global_tokens: 0}\ntrain: {dtype: fp16}\n"
+    )
     with pytest.raises(ConfigError) as caught:
         config.load(path, [PROFILE, "context.degree=9", "data.max_length=1000000"], world_size=4)
     assert [p.key for p in caught.value.problems] == [
@@ -140,17 +151,27 @@ def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
 def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -> None:
     section, _, key = name.partition(".")
     with pytest.raises(ConfigError) as caught:
-        config.load(written(tmp_path, f"{section}: {{{key or 'x'}: 1}}\n"), [PROFILE, "batch.global_tokens=0"])
+        config.load(
+            written(tmp_path, f"{section}: {{{key or 'x'}: 1}}\n"),
+            [PROFILE, "batch.global_tokens=0"],
+        )
     problem, _ = sorted(caught.value.problems, key=lambda each: each.key.startswith("batch"))
     assert problem.key == name and problem.rule == "not a part of longctx train"
-    assert where in problem.fix and Path(problem.fix.rsplit(": ")[-1]).is_file() and problem.fix == ELSEWHERE[name]
+    assert (
+        where in problem.fix
+        and Path(problem.fix.rsplit(": ")[-1]).is_file()
+        and problem.fix == ELSEWHERE[name]
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
         ("train.steps=0", "greater than or equal to 1"),
-        *((f"optimizer.warmup_steps={value}", "valid integer") for value in ("true", "0100", "1:30", "0x10")),
+        *(
+            (f"optimizer.warmup_steps={value}", "valid integer")
+            for value in ("true", "0100", "1:30", "0x10")
+        ),
         ("train.steps='20'", "valid integer"),
         ("train.seed=4294967296", "less than or equal to 4294967295"),
         ("train.dtype=float16", "'float32' or 'bfloat16'"),
@@ -165,8 +186,14 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
         ("context.profile=nowhere.yaml", "no hardware profile 'nowhere.yaml'"),
         ("batch.pad_to_multiple_of=3", "must divide batch.tokens_per_rank, which is 8192"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 KV heads"),
-        ("context.ulysses_degree=3", "that divides the query heads, 4\n      fix:  set it to 1, 2, 4"),
-        ("parallel.pipeline_parallel_size=3", "fix:  set it to 2 or less, or use a model with more layers"),
+        (
+            "context.ulysses_degree=3",
+            "that divides the query heads, 4\n      fix:  set it to 1, 2, 4",
+        ),
+        (
+            "parallel.pipeline_parallel_size=3",
+            "fix:  set it to 2 or less, or use a model with more layers",
+        ),
         ("parallel.pipeline_chunks=2", "several chunks need a pipeline of 2 or more ranks"),
         ("train.steps=[1", "the value is not valid YAML"),
         ("train.steps", "an override has the form section.key=value"),
@@ -177,7 +204,9 @@ def test_each_rule(override: str, rule: str) -> None:
     (text,) = problems(override).values()
     key, _, value = override.partition("=")
     assert rule in text and "fix: " in text
-    assert key == "model.num_attention_heads" or (key.split(".")[0] in text and value.strip("'") in text)
+    assert key == "model.num_attention_heads" or (
+        key.split(".")[0] in text and value.strip("'") in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,34 +233,87 @@ OVER_FOUR = ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4"]
 @pytest.mark.parametrize(
     ("overrides", "world_size", "key", "rule"),
     [
-        (["context.mode=static", "context.degree=4"], 2, "context.degree", "the number of ranks in the domain, 2"),
-        (["context.mode=bins", "context.bins={8192: 1, 32768: 4}"], 2, "context.bins", "the number of ranks in the domain, 2"),
-        (["context.mode=bins", "context.bins={8193: 1}"], 2, "context.bins", "degree 1 holds 8192 tokens"),
-        (["data.max_length=16385"], 2, "data.max_length", "a document over 2 processes has at most 16,384 tokens"),
-        (["data.max_length=16384", "batch.tokens_per_rank=8191"], 2, "data.max_length", "at most 16,380 tokens"),
-        (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "at most 8,192 tokens"),
-        (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "at most 8,192 tokens"),
+        (
+            ["context.mode=static", "context.degree=4"],
+            2,
+            "context.degree",
+            "the number of ranks in the domain, 2",
+        ),
+        (
+            ["context.mode=bins", "context.bins={8192: 1, 32768: 4}"],
+            2,
+            "context.bins",
+            "the number of ranks in the domain, 2",
+        ),
+        (
+            ["context.mode=bins", "context.bins={8193: 1}"],
+            2,
+            "context.bins",
+            "degree 1 holds 8192 tokens",
+        ),
+        (
+            ["data.max_length=16385"],
+            2,
+            "data.max_length",
+            "a document over 2 processes has at most 16,384 tokens",
+        ),
+        (
+            ["data.max_length=16384", "batch.tokens_per_rank=8191"],
+            2,
+            "data.max_length",
+            "at most 16,380 tokens",
+        ),
+        (
+            ["context.mode=static", "context.degree=1", "data.max_length=8193"],
+            2,
+            "data.max_length",
+            "at most 8,192 tokens",
+        ),
+        (
+            ["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"],
+            2,
+            "data.max_length",
+            "at most 8,192 tokens",
+        ),
         (["parallel.tensor_parallel_size=2"], 3, "parallel", "start 2 or 4 processes"),
-        (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "set it to 500 or 502"),
-        ([*OVER_FOUR, "model.intermediate_size=9"], 4, "model.intermediate_size", "set it to 8 or 10"),
+        (
+            ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"],
+            2,
+            "batch.tokens_per_rank",
+            "set it to 500 or 502",
+        ),
+        (
+            [*OVER_FOUR, "model.intermediate_size=9"],
+            4,
+            "model.intermediate_size",
+            "set it to 8 or 10",
+        ),
         ([*OVER_FOUR, "model.intermediate_size=3"], 4, "model.intermediate_size", "set it to 4"),
         (["parallel.shard_ranks=4"], 6, "parallel.shard_ranks", "set it to 3, or omit it to use 6"),
         ([*PIPELINE, f"{CHUNKS}=5"], None, STAGES, "set parallel.pipeline_chunks to 4"),
         ([*PIPELINE, f"{STAGES}=16", f"{CHUNKS}=2"], None, STAGES, "set it to 4 or less"),
     ],
 )
-def test_rules_on_processes_and_stages(overrides: list[str], world_size: int | None, key: str, rule: str) -> None:
+def test_rules_on_processes_and_stages(
+    overrides: list[str], world_size: int | None, key: str, rule: str
+) -> None:
     problem_of = problems(*overrides, world_size=world_size)
     assert rule in problem_of[key] and (world_size or len(problem_of) == 1)
 
 
 def test_blocks_are_compiled_on_gpus_where_that_is_possible() -> None:
     assert load().compiles("cuda") and not load().compiles("cpu")
-    assert load("train.compile=true").compiles("cpu") and not load("train.compile=false").compiles("cuda")
+    assert load("train.compile=true").compiles("cpu") and not load("train.compile=false").compiles(
+        "cuda"
+    )
     assert not load("train.mlp_tile_tokens=100").compiles("cuda")
     plain, mixture = (PRESETS[name].spec for name in ("tiny", "tiny-moe"))
     linear = replace(plain, layers=(replace(plain.layers[0], scan=Scan(8)), *plain.layers[1:]))
-    assert [load().compiles("cuda", spec) for spec in (plain, mixture, linear)] == [True, False, False]
+    assert [load().compiles("cuda", spec) for spec in (plain, mixture, linear)] == [
+        True,
+        False,
+        False,
+    ]
     assert not config.load(None, ["parallel.tensor_parallel_size=2"], world_size=2).compiles("cuda")
     assert load("parallel.pipeline_parallel_size=2").compiles("cuda")
 
@@ -253,7 +335,12 @@ def test_every_document_up_to_the_longest_fits(degree: int, tokens_per_rank: int
 
 def test_max_length_is_what_the_mode_can_hold() -> None:
     assert load().max_length(4) == 4 * 8192
-    assert load(BINS, "context.bins={8192: 1, 100000: 2}", "data.max_length=16384", world_size=2).max_length(2) == 16384
+    assert (
+        load(
+            BINS, "context.bins={8192: 1, 100000: 2}", "data.max_length=16384", world_size=2
+        ).max_length(2)
+        == 16384
+    )
     assert load("data.max_length=100").max_length(4) == 100
     assert load("context.mode=static", "context.degree=2").max_length(4) == 2 * 8192
     assert load("context.mode=static").max_length(4) == 4 * 8192
@@ -270,7 +357,10 @@ def test_max_length_is_what_the_mode_can_hold() -> None:
         ("learning_rate: 1", r"did you mean optimizer\.learning_rate\?"),
         ("batch: 5", "a section must be a mapping of settings"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
-        ("context:\n  mode: bins\n  bins:\n  8192: 1\n  32768: 4\n", r"indent it further than `bins:`"),
+        (
+            "context:\n  mode: bins\n  bins:\n  8192: 1\n  32768: 4\n",
+            r"indent it further than `bins:`",
+        ),
         ("balance: {zloss: 1}", r"did you mean balance\.z_loss\?"),
         ("batch: {global_token: 1}", r"did you mean batch\.global_tokens\?"),
         ("train: {on: 1}", r"train\.on = 1"),
@@ -279,8 +369,14 @@ def test_max_length_is_what_the_mode_can_hold() -> None:
         ("batch:\n\tglobal_tokens: 1\n", "line 2, column 1: .*indent with spaces instead of tabs"),
         ("train: {steps: !!int abc}", "column 16: abc is not a valid int"),
         ("train: {steps: " + "9" * 5000 + "}", r"characters \.\.\]9+ is not a valid int"),
-        ('train: {run_dir: "\\UFFFFFFFF"}', r"an escape such as \\U or a directive has a number that is too large"),
-        ("%YAML 1." + "9" * 5000 + "\n---\ntrain: {}", r"an escape such as \\U or a directive has a number that is too large"),
+        (
+            'train: {run_dir: "\\UFFFFFFFF"}',
+            r"an escape such as \\U or a directive has a number that is too large",
+        ),
+        (
+            "%YAML 1." + "9" * 5000 + "\n---\ntrain: {}",
+            r"an escape such as \\U or a directive has a number that is too large",
+        ),
         ("train: {steps: 18446744073709551616}", "more than 64 bits"),
         ("train: " + "[" * 400 + "]" * 400, "levels of nesting"),
         ("train: &a [*a]", "levels of nesting"),
@@ -315,24 +411,35 @@ def test_messages_stay_short_and_print_no_control_characters(tmp_path: Path) -> 
 
 
 def test_the_resolved_dump_reads_back_equal(tmp_path: Path) -> None:
-    changed = ["context.mode=bins", "context.bins={8192: 1, 16384: 2}", "optimizer.learning_rate=1e-5"]
-    loaded = load(*changed, "optimizer.betas=[0.8, 0.99]", "data.store=elsewhere", "model.hidden_size=64")
+    changed = [
+        "context.mode=bins",
+        "context.bins={8192: 1, 16384: 2}",
+        "optimizer.learning_rate=1e-5",
+    ]
+    loaded = load(
+        *changed, "optimizer.betas=[0.8, 0.99]", "data.store=elsewhere", "model.hidden_size=64"
+    )
     text = loaded.to_yaml()
     assert config.load(written(tmp_path, text), []) == loaded
     every_setting = {(s, k) for s, content in yaml.safe_load(text).items() for k in content}
-    assert every_setting == {(s, k) for s, content in Config().model_dump().items() for k in content}
+    assert every_setting == {
+        (s, k) for s, content in Config().model_dump().items() for k in content
+    }
 
 
 def test_help_lists_every_setting_with_type_description_and_default() -> None:
     lines = config.describe().splitlines()
     for section, content in Config().model_dump().items():
         for key in content:
-            at = next(i for i, line in enumerate(lines) if line.split()[:1] == [f"--{section}.{key}"])
+            at = next(
+                i for i, line in enumerate(lines) if line.split()[:1] == [f"--{section}.{key}"]
+            )
             assert len(lines[at].split(maxsplit=1)) == 2
             assert len(lines[at + 1].strip()) > 0
     text = config.describe()
     for expected in (
-        "--batch.tokens_per_rank int\n        token budget: maximum tokens per rank in one micro-batch (default: 8192)",
+        "--batch.tokens_per_rank int\n        token budget: maximum tokens per rank in one "
+        "micro-batch (default: 8192)",
         "--context.mode auto|static|bins",
         "--context.bins {int: int}|null",
         "--optimizer.betas [float, float]",
@@ -358,7 +465,11 @@ def test_the_examples_are_valid(repository: Path, name: str, world_size: int) ->
 
 def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
     loaded = load("data.stores=[{path: a, weight: 3}, {path: b, weight: 1.5}]")
-    assert loaded.data.store is None and loaded.data.paths == [Path("a"), Path("b")] and loaded.data.said == "a, b"
+    assert (
+        loaded.data.store is None
+        and loaded.data.paths == [Path("a"), Path("b")]
+        and loaded.data.said == "a, b"
+    )
     assert config.load(written(tmp_path, loaded.to_yaml())) == loaded
     assert Config().data.paths == [Path("stores/python-stdlib")]
     assert "--data.stores [{path, weight, epochs}, ..]|null" in config.describe()
@@ -370,7 +481,10 @@ def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
         ("[]", "must not be empty"),
         ("[{path: a}]", "each store needs either weight or epochs"),
         ("[{path: a, weight: 1, epochs: 2}]", "each store needs either weight or epochs"),
-        ("[{path: a, weight: 1}, {path: b, epochs: 2}]", "stores with weight and stores with epochs cannot be mixed"),
+        (
+            "[{path: a, weight: 1}, {path: b, epochs: 2}]",
+            "stores with weight and stores with epochs cannot be mixed",
+        ),
         ("[{path: a, weight: 1}, {path: ./a, weight: 2}]", "a store must not be listed twice"),
         ("[{path: a, weight: 0}]", "must be greater than 0 (at 0.weight)"),
         ("[{path: a, weight: 1}, {path: b, wieght: 1}]", "unknown key wieght (at 1)"),

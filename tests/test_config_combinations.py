@@ -1,4 +1,5 @@
-"""The table of what does not go with what: every row is refused with its reason, and each of its ways out is accepted."""
+"""The table of what does not go with what: every row is refused with its reason, and each of its
+ways out is accepted."""
 
 import importlib.util
 import re
@@ -15,7 +16,23 @@ from longctx.config.run import SECTIONS
 from tests.family_cases import build
 
 VALUES = (
-    *(0.3, 1, 2, True, "x", "auto", "softmax", "full", "tensorwise", "transformers", "rms", "gated", "silu", "rope", "none"),
+    *(
+        0.3,
+        1,
+        2,
+        True,
+        "x",
+        "auto",
+        "softmax",
+        "full",
+        "tensorwise",
+        "transformers",
+        "rms",
+        "gated",
+        "silu",
+        "rope",
+        "none",
+    ),
     *(False, "grpo", "token_mask", "adamw", "cosine", "nf4"),
     *(["q_proj"], [0.8, 0.9], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
@@ -30,7 +47,8 @@ NEEDS = {
     "linear attention is true": "model.from_pretrained=mamba2",
     "the bias of the router is false": "model.from_pretrained=mixtral",
     "is not null: the router has no bias": "model.implementation=native",
-    "of the router is false and the number of experts > 0 and model.from_pretrained is null": "model.router_bias=false",
+    "of the router is false and the number of experts > 0 and model.from_pretrained is "
+    "null": "model.router_bias=false",
     "the number of experts > 0": "model.preset=tiny-moe",
     "the tokens of every document": "model.preset=tiny-moe",
     "_loss > 0: it goes by": "balance.bias_rate=0.0",
@@ -47,13 +65,16 @@ def text(row: Row) -> str:
 
 
 def settings(row: Row) -> list[str]:
-    """Returns settings for which the conditions of a row hold, and no other row's where that is possible."""
+    """Returns settings for which the conditions of a row hold, and no other row's where that is
+    possible."""
     overrides = [need for words, need in NEEDS.items() if words in text(row)]
     for condition in [row.refused, *row.where.condition.split(" and ")]:
         name, operator, operand = re.split(" (is not|is|>) ", condition)
         if name in FACTS or condition == "model.from_pretrained is not null":
             continue
-        overrides.append(f"{name}={operand if operator == 'is' else yaml_text(another_value(name, condition))}")
+        overrides.append(
+            f"{name}={operand if operator == 'is' else yaml_text(another_value(name, condition))}"
+        )
     return overrides
 
 
@@ -81,13 +102,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=text)
-def test_a_row_is_refused_and_its_ways_out_are_accepted(row: Row, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_refused_and_its_ways_out_are_accepted(
+    row: Row, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torchao" or find(name))
     monkeypatch.chdir(checkpoints)
     overrides = settings(row)
     (problem,) = problems(row, overrides)
-    assert problem.fix == row.fix and set(problem.others) <= set(SETTINGS) and problem.key in SETTINGS
+    assert (
+        problem.fix == row.fix and set(problem.others) <= set(SETTINGS) and problem.key in SETTINGS
+    )
     for way_out in row.ways_out:
         way_out = way_out.replace(A_CHECKPOINT, "bert" if "masked" in text(row) else "llama")
         overrides += COMPANIONS.get(way_out, [])
@@ -102,5 +127,9 @@ def problems(row: Row, overrides: list[str]) -> list[Problem]:
     try:
         load(None, overrides)
     except ConfigError as error:
-        return [problem for problem in error.problems if problem.key == row.key and problem.rule.endswith(f": {row.why}")]
+        return [
+            problem
+            for problem in error.problems
+            if problem.key == row.key and problem.rule.endswith(f": {row.why}")
+        ]
     return []

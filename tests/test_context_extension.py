@@ -15,7 +15,10 @@ from tests.workers import Workers
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "base": (["rope_theta=50000.0"], {"rope_type": "default", "rope_theta": 50000.0}),
     "linear": (["rope_scaling=linear", "rope_factor=4.0"], {"rope_type": "linear", "factor": 4.0}),
-    "ntk": (["rope_scaling=ntk", "rope_factor=4.0"], {"rope_type": "default", "rope_theta": 1e4 * 4.0 ** (8 / 6)}),
+    "ntk": (
+        ["rope_scaling=ntk", "rope_factor=4.0"],
+        {"rope_type": "default", "rope_theta": 1e4 * 4.0 ** (8 / 6)},
+    ),
     "yarn": (
         ["rope_scaling=yarn", "rope_factor=4.0", "rope_original_length=16"],
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
@@ -35,16 +38,25 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", slow_unless(lambda kind: kind in ("ntk", "yarn"), KINDS))
 def test_a_checkpoint_takes_another_rope(workers: Workers, tmp_path: Path, kind: str) -> None:
-    """Its config has no fields of other types, of which transformers would warn, or take one for the trained length."""
+    """Its config has no fields of other types, of which transformers would warn, or take one for
+    the trained length."""
     settings, rope = ([f"model.{each}" for each in KINDS[kind][0]], KINDS[kind][1])
     build_model("llama", "eager").save_pretrained(tmp_path / "plain")
-    changed = build_model("llama", "eager", rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=64)
+    changed = build_model(
+        "llama", "eager", rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=64
+    )
     changed.save_pretrained(tmp_path / "changed")
-    config = load(None, [f"model.from_pretrained={tmp_path / 'plain'}", *settings]).model_source().files.config
+    config = (
+        load(None, [f"model.from_pretrained={tmp_path / 'plain'}", *settings])
+        .model_source()
+        .files.config
+    )
     defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if kind == "yarn" else {}
     assert config.rope_parameters == {"rope_theta": 1e4, **defaults, **rope}
     loss, gradients, _ = reference(tmp_path / "changed")
-    assert abs(reference(tmp_path / "plain")[0] - loss) > 1e-4, "a RoPE that changes nothing proves nothing"
+    assert abs(reference(tmp_path / "plain")[0] - loss) > 1e-4, (
+        "a RoPE that changes nothing proves nothing"
+    )
     (found_loss, found_gradients, _), _ = workers.run(step, 2, tmp_path / "plain", settings)
     assert found_loss == pytest.approx(loss, rel=1e-5)
     assert largest_error(found_gradients, gradients) < 1e-4
@@ -67,7 +79,10 @@ SCALED: dict[str, dict[str, Any]] = {
     },
 }
 """RoPE of checkpoints, with all fields of their types."""
-NAMED: dict[str, dict[str, Any]] = {"rope_theta": {"rope_theta": 8e6}, "rope_factor": {"factor": 8.0}}
+NAMED: dict[str, dict[str, Any]] = {
+    "rope_theta": {"rope_theta": 8e6},
+    "rope_factor": {"factor": 8.0},
+}
 """What a setting changes in a config."""
 
 
@@ -85,23 +100,42 @@ ROPES = [
         [(*rope, setting) for rope in ROPES for setting in NAMED],
     ),
 )
-def test_a_change_of_rope_keeps_the_rest(workers: Workers, tmp_path: Path, kind: str, old: str, setting: str) -> None:
+def test_a_change_of_rope_keeps_the_rest(
+    workers: Workers, tmp_path: Path, kind: str, old: str, setting: str
+) -> None:
     before = {"rope_theta": 1e4, **SCALED[old]}
 
     def whole(rope: dict[str, Any]) -> dict[str, Any]:
         sliding = {"rope_type": "default", "rope_theta": 1e3}
-        return {"full_attention": rope, "sliding_attention": sliding} if kind == "gemma3_text" else rope
+        return (
+            {"full_attention": rope, "sliding_attention": sliding}
+            if kind == "gemma3_text"
+            else rope
+        )
 
-    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3_text" else {}
+    layers = (
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+        if kind == "gemma3_text"
+        else {}
+    )
     made: dict[str, Any] = {"max_position_embeddings": 128, **layers}
-    build_model(kind, "eager", **made, rope_parameters=whole(before)).save_pretrained(tmp_path / "plain")
+    build_model(kind, "eager", **made, rope_parameters=whole(before)).save_pretrained(
+        tmp_path / "plain"
+    )
     value = next(iter(NAMED[setting].values()))
     settings = [f"model.{setting}={value}"]
     if setting == "rope_factor" and old in ("default", "longrope"):
-        with pytest.raises(ConfigError, match=r"(?s)rope_scaling is not set.*omit them to keep the checkpoint's RoPE"):
+        with pytest.raises(
+            ConfigError,
+            match=r"(?s)rope_scaling is not set.*omit them to keep the checkpoint's RoPE",
+        ):
             load(None, [f"model.from_pretrained={tmp_path / 'plain'}", *settings])
         return
-    config = load(None, [f"model.from_pretrained={tmp_path / 'plain'}", *settings]).model_source().files.config
+    config = (
+        load(None, [f"model.from_pretrained={tmp_path / 'plain'}", *settings])
+        .model_source()
+        .files.config
+    )
     wanted = transformers.AutoConfig.from_pretrained(tmp_path / "plain")
     wanted.rope_parameters = whole({**before, **NAMED[setting]})
     if setting == "rope_factor" and old == "linear":
@@ -112,28 +146,51 @@ def test_a_change_of_rope_keeps_the_rest(workers: Workers, tmp_path: Path, kind:
     model.save_pretrained(tmp_path / "changed")
     loss = reference(tmp_path / "changed")[0]
     if old != "dynamic" or setting == "rope_theta":  # its factor acts above the maximum length
-        assert abs(reference(tmp_path / "plain")[0] - loss) > 1e-5, "a RoPE that changes nothing proves nothing"
+        assert abs(reference(tmp_path / "plain")[0] - loss) > 1e-5, (
+            "a RoPE that changes nothing proves nothing"
+        )
     ((found_loss, _, _),) = workers.run(step, 1, tmp_path / "plain", settings)
     assert found_loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_naming_the_type_keeps_its_fields_and_another_type_replaces_them(tmp_path: Path) -> None:
     def changed(old: str, *settings: str) -> Any:
-        made = {"rope_parameters": {"rope_theta": 1e4, **SCALED[old]}, "max_position_embeddings": 128}
+        made = {
+            "rope_parameters": {"rope_theta": 1e4, **SCALED[old]},
+            "max_position_embeddings": 128,
+        }
         build_model("llama", "eager", **made).save_pretrained(tmp_path / old)
         given = [f"model.from_pretrained={tmp_path / old}", *(f"model.{each}" for each in settings)]
         return load(None, given).model_source().files
 
     yarn = {"rope_theta": 1e4, **SCALED["yarn"]}
-    assert changed("yarn", "rope_scaling=yarn", "rope_factor=16.0").config.rope_parameters == {**yarn, "factor": 16.0}
-    assert changed("yarn", "rope_beta_fast=16.0").config.rope_parameters == {**yarn, "beta_fast": 16.0}
-    assert changed("llama3", "rope_scaling=none").config.rope_parameters == {"rope_theta": 1e4, "rope_type": "default"}
+    assert changed("yarn", "rope_scaling=yarn", "rope_factor=16.0").config.rope_parameters == {
+        **yarn,
+        "factor": 16.0,
+    }
+    assert changed("yarn", "rope_beta_fast=16.0").config.rope_parameters == {
+        **yarn,
+        "beta_fast": 16.0,
+    }
+    assert changed("llama3", "rope_scaling=none").config.rope_parameters == {
+        "rope_theta": 1e4,
+        "rope_type": "default",
+    }
     found = changed("llama3", "rope_scaling=yarn", "rope_factor=16.0").config
-    assert found.rope_parameters == {"rope_theta": 1e4, **YARN, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    assert found.rope_parameters == {
+        "rope_theta": 1e4,
+        **YARN,
+        "factor": 16.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
     assert found.max_position_embeddings == 256
     for settings, named in (
         (["rope_scaling=yarn", "rope_factor=16"], "set rope_original_length"),
-        (["rope_scaling=ntk", "rope_factor=16"], "ntk, which cannot replace the checkpoint's RoPE of type linear"),
+        (
+            ["rope_scaling=ntk", "rope_factor=16"],
+            "ntk, which cannot replace the checkpoint's RoPE of type linear",
+        ),
         (["rope_beta_fast=16"], "RoPE of type linear has no rope_beta_fast"),
     ):
         with pytest.raises(ConfigError, match=named):
@@ -142,9 +199,17 @@ def test_naming_the_type_keeps_its_fields_and_another_type_replaces_them(tmp_pat
 
 def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
     build_model("gemma3_text", "eager").save_pretrained(tmp_path)
-    config = load(None, [f"model.from_pretrained={tmp_path}", "model.rope_scaling=linear", "model.rope_factor=8.0"])
-    changed, plain = config.model_source().files.config, transformers.AutoConfig.from_pretrained(tmp_path)
-    assert changed.rope_parameters["sliding_attention"] == plain.rope_parameters["sliding_attention"]
+    config = load(
+        None,
+        [f"model.from_pretrained={tmp_path}", "model.rope_scaling=linear", "model.rope_factor=8.0"],
+    )
+    changed, plain = (
+        config.model_source().files.config,
+        transformers.AutoConfig.from_pretrained(tmp_path),
+    )
+    assert (
+        changed.rope_parameters["sliding_attention"] == plain.rope_parameters["sliding_attention"]
+    )
     assert changed.rope_parameters["full_attention"]["factor"] == 8.0
     assert changed.max_position_embeddings == 8 * plain.max_position_embeddings
 
@@ -158,7 +223,9 @@ def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
         ("llama", ["hidden_size=64"], "sizes are taken from the checkpoint"),
     ],
 )
-def test_what_a_checkpoint_cannot_take_is_refused(tmp_path: Path, kind: str, settings: list[str], named: str) -> None:
+def test_what_a_checkpoint_cannot_take_is_refused(
+    tmp_path: Path, kind: str, settings: list[str], named: str
+) -> None:
     build_model(kind, "eager").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=named):
         load(None, [f"model.from_pretrained={tmp_path}", *(f"model.{each}" for each in settings)])

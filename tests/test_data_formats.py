@@ -24,18 +24,29 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
         {"messages": [ASKED, ANSWERED]},
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}],
+                },
                 {"role": "assistant", "content": [{"type": "text", "text": "Hi."}]},
             ]
         },
         {"messages": json.dumps([ASKED, ANSWERED]), "text": "of both, the conversation is read"},
-        {"messages": [{**ASKED, "tool_calls": None, "content": "Hello"}, ANSWERED], "conversations": None},
+        {
+            "messages": [{**ASKED, "tool_calls": None, "content": "Hello"}, ANSWERED],
+            "conversations": None,
+        },
         {"messages": [{"from": "human", "value": "Hello"}, ANSWERED]},
     ],
     "conversations": [
         {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]},
         {"conversations": [ASKED, ANSWERED]},
-        {"conversations": [{"role": "user", "value": "Hello"}, {"from": "gpt", "content": "Hi.", "value": None}]},
+        {
+            "conversations": [
+                {"role": "user", "value": "Hello"},
+                {"from": "gpt", "content": "Hi.", "value": None},
+            ]
+        },
     ],
     "prompt-completion": [
         {"prompt": "Hello", "completion": "Hi."},
@@ -58,11 +69,19 @@ def read(source: Path) -> list[Document]:
     return list(open_corpus(str(source)).documents())
 
 
-@pytest.mark.parametrize(("kind", "record"), [(kind, record) for kind, records in RECORDS.items() for record in records])
+@pytest.mark.parametrize(
+    ("kind", "record"), [(kind, record) for kind, records in RECORDS.items() for record in records]
+)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
-def test_every_format_is_the_same_conversation(tmp_path: Path, kind: str, record: dict[str, Any], suffix: str) -> None:
+def test_every_format_is_the_same_conversation(
+    tmp_path: Path, kind: str, record: dict[str, Any], suffix: str
+) -> None:
     (document,) = documents(tmp_path, [record], suffix)
-    assert (document.format, document.text, list(document.messages)) == (kind, None, [ASKED, ANSWERED])
+    assert (document.format, document.text, list(document.messages)) == (
+        kind,
+        None,
+        [ASKED, ANSWERED],
+    )
     assert document.first_trained == (1 if record.get("prompt", "Hello") != "Hello" else 0)
 
 
@@ -75,15 +94,38 @@ def test_systems_tools_and_inputs_are_kept(tmp_path: Path) -> None:
     records = [
         {"conversations": said, "system": "Calculate.", "tools": json.dumps(TOOLS)},
         {"instruction": "Add", "input": "2 + 3", "output": "5", "system": "Calculate."},
-        {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}]},
+        {
+            "messages": [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}],
+                },
+            ]
+        },
         {"prompt": [ASKED], "completion": [ANSWERED], "system": "Brief."},
     ]
     first, second, third, fourth = documents(tmp_path, records)
-    assert [message["role"] for message in first.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert first.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
+    assert [message["role"] for message in first.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert first.messages[2]["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    ]
     assert first.tools == TOOLS and second.tools is None
-    assert [message["content"] for message in second.messages] == ["Calculate.", "Add\n\n2 + 3", "5"]
-    assert third.messages[1] == {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}
+    assert [message["content"] for message in second.messages] == [
+        "Calculate.",
+        "Add\n\n2 + 3",
+        "5",
+    ]
+    assert third.messages[1] == {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}],
+    }
     assert (fourth.messages[0]["content"], fourth.first_trained) == ("Brief.", 2)
 
 
@@ -99,7 +141,9 @@ def test_tables_give_tool_calls_without_the_members_of_others(tmp_path: Path) ->
 def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
     records = [{"text": "plain", "messages": [ASKED, ANSWERED]}]
     assert [document.text for document in documents(tmp_path, records)] == [None]
-    assert [document.text for document in documents(tmp_path, records, text_column="text")] == ["plain"]
+    assert [document.text for document in documents(tmp_path, records, text_column="text")] == [
+        "plain"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,20 +191,37 @@ def test_lists_in_cells_are_read(tmp_path: Path) -> None:
     ("line", "key"),
     [
         ('{"text": "a", "text": "b"}', "text"),
-        ('{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}', "content"),
-        (json.dumps({"messages": '[{"role": "user", "role": "assistant", "content": "b"}]'}), "role"),
-        (json.dumps({"messages": [ASKED, ANSWERED], "tools": '[{"name": "f", "name": "g"}]'}), "name"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", '
+            '"content": "c"}]}',
+            "content",
+        ),
+        (
+            json.dumps({"messages": '[{"role": "user", "role": "assistant", "content": "b"}]'}),
+            "role",
+        ),
+        (
+            json.dumps({"messages": [ASKED, ANSWERED], "tools": '[{"name": "f", "name": "g"}]'}),
+            "name",
+        ),
         ('{"text": "a", "id": {"x": 1, "y": 2, "x": 1}}', "x"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path, line: str, key: str, suffix: str) -> None:
+def test_a_key_that_stands_twice_is_refused(
+    tmp_path: Path, line: str, key: str, suffix: str
+) -> None:
     """The last one would be taken in silence."""
     (tmp_path / f"s.{suffix}").write_text(f'{{"text": "fine"}}\n{line}\n')
-    with pytest.raises(CorpusError, match=rf"s\.{suffix}:2: .*not JSON with one meaning: .* has the key '{key}' twice"):
+    with pytest.raises(
+        CorpusError,
+        match=rf"s\.{suffix}:2: .*not JSON with one meaning: .* has the key '{key}' twice",
+    ):
         read(tmp_path / f"s.{suffix}")
     (tmp_path / "list.json").write_text(f"[{line}]")
-    with pytest.raises(CorpusError, match=rf"list\.json.*not JSON with one meaning: .* has the key '{key}' twice"):
+    with pytest.raises(
+        CorpusError, match=rf"list\.json.*not JSON with one meaning: .* has the key '{key}' twice"
+    ):
         read(tmp_path / "list.json")
 
 
@@ -169,7 +230,9 @@ def test_columns_that_stand_twice_are_refused(tmp_path: Path, ending: str) -> No
     table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     write = pyarrow.parquet.write_table if ending == "parquet" else pyarrow.feather.write_feather
     write(table, tmp_path / f"s.{ending}")
-    with pytest.raises(CorpusError, match=r"has several columns 'text': columns must have different names"):
+    with pytest.raises(
+        CorpusError, match=r"has several columns 'text': columns must have different names"
+    ):
         read(tmp_path / f"s.{ending}")
 
 
@@ -194,17 +257,40 @@ def test_records_that_are_null_are_left_out_and_counted(
     full |= {"input_ids": [72, 256]} if "input_ids" in record else {}
     full |= {name: [ASKED, ANSWERED] for name in ("messages", "conversations") if name in record}
     source = written(tmp_path, [full, record, full], suffix)
-    assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "--source",
+                str(source),
+                "--tokenizer",
+                "bytes",
+                "--out",
+                str(tmp_path / "store"),
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     assert "documents  2\n" in told and "dropped    1 documents that are empty or null" in told
-    assert all(f"not used   {key} in 1 records" in told for key, value in record.items() if value is not None)
+    assert all(
+        f"not used   {key} in 1 records" in told
+        for key, value in record.items()
+        if value is not None
+    )
 
 
 def test_a_column_of_text_that_is_null_is_left_out(tmp_path: Path) -> None:
     records = [{"body": None, "text": "no"}, {"body": "yes", "text": "no"}]
-    assert [document.text for document in documents(tmp_path, records, "parquet", text_column="body")] == ["yes"]
+    assert [
+        document.text for document in documents(tmp_path, records, "parquet", text_column="body")
+    ] == ["yes"]
     with pytest.raises(CorpusError, match="has no document with text: 2 are empty"):
-        prepare(open_corpus(str(written(tmp_path, [{"text": None}] * 2))), tmp_path / "out", tokenizer="bytes")
+        prepare(
+            open_corpus(str(written(tmp_path, [{"text": None}] * 2))),
+            tmp_path / "out",
+            tokenizer="bytes",
+        )
 
 
 # --- answers that say nothing
@@ -222,7 +308,9 @@ def test_empty_answers_are_told(
         {"messages": [ASKED, {**empty, "weight": 0}, ASKED, ANSWERED]},
         {"prompt": "", "completion": "Hi."},
     ]
-    store = made(tmp_path, records, checkpoints[template] if template else "bytes", train_on=train_on)
+    store = made(
+        tmp_path, records, checkpoints[template] if template else "bytes", train_on=train_on
+    )
     assert store.manifest.left_out == {"all but the end of answers that say nothing": told}
 
 
@@ -233,7 +321,8 @@ def test_weights_are_stored(tmp_path: Path) -> None:
     store = made(tmp_path, [{"text": "a" * 9, "weight": weight} for weight in (0.5, 3, None)])
     assert store.weights.tolist() == [0.5, 3.0, 1.0]
     assert (store.manifest.lightest, store.manifest.heaviest) == (0.5, 3.0)
-    recorded = Store.open(Path(__file__).parent / "recorded_run" / "store")  # made before there were weights
+    # Made before there were weights.
+    recorded = Store.open(Path(__file__).parent / "recorded_run" / "store")
     assert recorded.weights.tolist() == [1.0] * len(recorded)
 
 
@@ -245,10 +334,21 @@ def test_the_command_shows_what_is_learnt(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     records = [record for records in RECORDS.values() for record in records]
-    records += [{"text": "b" * 300}, {"messages": [ASKED, {**ANSWERED, "content": "a" * 900}], "weight": 2}]
-    records.append({"messages": [ASKED, {**ANSWERED, "content": "nearly last " * 30}], "weight": 0.25})
+    records += [
+        {"text": "b" * 300},
+        {"messages": [ASKED, {**ANSWERED, "content": "a" * 900}], "weight": 2},
+    ]
+    records.append(
+        {"messages": [ASKED, {**ANSWERED, "content": "nearly last " * 30}], "weight": 0.25}
+    )
     write_jsonl(tmp_path / "my chats.jsonl", records)
-    command = ["prepare", "--source=my chats.jsonl", "--tokenizer=bytes", "--max-length=500", "--long-documents=drop"]
+    command = [
+        "prepare",
+        "--source=my chats.jsonl",
+        "--tokenizer=bytes",
+        "--max-length=500",
+        "--long-documents=drop",
+    ]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert out.startswith("stores/my chats: written in")
@@ -262,7 +362,11 @@ def test_the_command_shows_what_is_learnt(
         assert line in out, line
     assert main([*command, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
-    assert (summary["out"], summary["dropped_documents"], summary["max_length"]) == ("stores/my chats", 1, 500)
+    assert (summary["out"], summary["dropped_documents"], summary["max_length"]) == (
+        "stores/my chats",
+        1,
+        500,
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,13 +376,23 @@ def test_the_command_shows_what_is_learnt(
         (["--workers", "0"], "--workers is 0"),
         (["--source", "nowhere"], "source 'nowhere' does not exist"),
         (["--vocab-size", "9"], "vocabulary size is 9"),
-        (["--chat-template", "nowhere.jinja"], "--chat-template nowhere.jinja needs the special tokens of a checkpoint"),
-        (["--tokenizer", "../nowhere/to/be"], "neither a file, nor a folder, nor a name on the hub"),
+        (
+            ["--chat-template", "nowhere.jinja"],
+            "--chat-template nowhere.jinja needs the special tokens of a checkpoint",
+        ),
+        (
+            ["--tokenizer", "../nowhere/to/be"],
+            "neither a file, nor a folder, nor a name on the hub",
+        ),
     ],
 )
-def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+def test_the_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
     source = write_jsonl(tmp_path / "s.jsonl", [{"messages": [ASKED, ANSWERED]}])
-    assert main(["prepare", "--source", str(source), "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert (
+        main(["prepare", "--source", str(source), "--out", str(tmp_path / "out"), *arguments]) == 2
+    )
     error = capsys.readouterr().err
     assert error.startswith("longctx prepare: error: ") and says in error
     assert not (tmp_path / "out").exists()

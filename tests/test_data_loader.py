@@ -1,4 +1,5 @@
-"""For every plan of a step, the ranks together hold every token once, with the labels and positions of a single rank."""
+"""For every plan of a step, the ranks together hold every token once, with the labels and positions
+of a single rank."""
 
 import json
 import threading
@@ -46,15 +47,25 @@ def rows_of(micro_batch: MicroBatch) -> Rows:
     return rows
 
 
-def planner(ranks: int, mode: str = "auto", tokens_per_rank: int = 120) -> Callable[[Sequence[int]], Plan]:
+def planner(
+    ranks: int, mode: str = "auto", tokens_per_rank: int = 120
+) -> Callable[[Sequence[int]], Plan]:
     def plan(lengths: Sequence[int]) -> Plan:
-        return make_plan(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, profile=PROFILE, mode=mode)
+        return make_plan(
+            lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, profile=PROFILE, mode=mode
+        )
 
     return plan
 
 
 def loader(store: Store, rank: int = 0, ranks: int = 1, **options: object) -> Loader:
-    arguments = {"planner": planner(ranks), "global_tokens": 200, "seed": 3, "max_length": 100, "long_documents": "split"}
+    arguments = {
+        "planner": planner(ranks),
+        "global_tokens": 200,
+        "seed": 3,
+        "max_length": 100,
+        "long_documents": "split",
+    }
     return Loader(store, rank=rank, ranks=ranks, **{**arguments, **options})
 
 
@@ -87,14 +98,18 @@ def same(left: StepBatch, right: StepBatch) -> bool:
         (left.step, left.plan.hash, left.documents, left.tokens, left.target_tokens)
         == (right.step, right.plan.hash, right.documents, right.tokens, right.target_tokens)
     ) and all(
-        torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels) and torch.equal(a.positions, b.positions)
+        torch.equal(a.tokens, b.tokens)
+        and torch.equal(a.labels, b.labels)
+        and torch.equal(a.positions, b.positions)
         for a, b in zip(left.micro_batches, right.micro_batches, strict=True)
     )
 
 
 @given(before=st.integers(0, 5), ranks=st.integers(1, 3), others=st.integers(1, 3))
 @settings(max_examples=examples(12))
-def test_resuming_gives_the_same_batches(store: Store, before: int, ranks: int, others: int) -> None:
+def test_resuming_gives_the_same_batches(
+    store: Store, before: int, ranks: int, others: int
+) -> None:
     """On other ranks too: together they hold the same documents."""
     with loader(store, ranks - 1, ranks) as whole:
         batches = take(whole, before + 3)
@@ -115,8 +130,15 @@ def test_resuming_gives_the_same_batches(store: Store, before: int, ranks: int, 
             resumed.append(next(other))
     assert step_rows(resumed) == step_rows([expected])
     for batch in resumed:
-        assert (batch.step, batch.documents, batch.tokens) == (expected.step, expected.documents, expected.tokens)
-        assert batch.target_tokens == expected.target_tokens and batch.plan.hash == resumed[0].plan.hash
+        assert (batch.step, batch.documents, batch.tokens) == (
+            expected.step,
+            expected.documents,
+            expected.tokens,
+        )
+        assert (
+            batch.target_tokens == expected.target_tokens
+            and batch.plan.hash == resumed[0].plan.hash
+        )
 
 
 def test_state_is_that_of_the_last_step_handed_out(store: Store) -> None:
@@ -129,7 +151,11 @@ def test_state_is_that_of_the_last_step_handed_out(store: Store) -> None:
             names |= set(batch.documents)
             cursor += len(batch.documents)
             state = source.state_dict()
-            assert (state["step"], state["cursor"], state["epoch"]) == (step, cursor, cursor // source.sampler.pieces)
+            assert (state["step"], state["cursor"], state["epoch"]) == (
+                step,
+                cursor,
+                cursor // source.sampler.pieces,
+            )
     assert state == {
         "fingerprint": store.fingerprint,
         "seed": 3,
@@ -150,14 +176,22 @@ def test_state_of_another_run_is_refused(store: Store, tmp_path: Path) -> None:
     with loader(store, seed=4, max_length=50, long_documents="drop") as other:
         with pytest.raises(LoaderError) as caught:
             other.load_state_dict(state)
-        for says in ("seed is 4, and was 3: set data.seed", "max_length is 50, and was 100: set data.max_length"):
+        for says in (
+            "seed is 4, and was 3: set data.seed",
+            "max_length is 50, and was 100: set data.max_length",
+        ):
             assert says in str(caught.value)
-        assert "long_documents is 'drop', and was 'split': set data.long_documents" in str(caught.value)
+        assert "long_documents is 'drop', and was 'split': set data.long_documents" in str(
+            caught.value
+        )
         with pytest.raises(LoaderError, match="lacks cursor"):
             other.load_state_dict({key: value for key, value in state.items() if key != "cursor"})
     with (
         loader(byte_store(tmp_path, [50])) as other,
-        pytest.raises(LoaderError, match=r"fingerprint is .*, and was .*: give the data\.store that the run began with"),
+        pytest.raises(
+            LoaderError,
+            match=r"fingerprint is .*, and was .*: give the data\.store that the run began with",
+        ),
     ):
         other.load_state_dict(state)
 
@@ -203,7 +237,10 @@ def test_what_goes_wrong_is_raised_by_the_step_that_it_belongs_to(store: Store) 
 
 
 def test_plans_of_something_else_are_refused(store: Store) -> None:
-    with loader(store, planner=planner(2)) as source, pytest.raises(PlanError, match="2 ranks, but the domain has 1"):
+    with (
+        loader(store, planner=planner(2)) as source,
+        pytest.raises(PlanError, match="2 ranks, but the domain has 1"),
+    ):
         next(source)
     with (
         loader(store, planner=lambda lengths: planner(1)(lengths[1:])) as source,
@@ -219,16 +256,33 @@ def test_long_document_under_error_is_refused_before_training(store: Store) -> N
 
 def test_pieces_without_a_target_are_not_taken(tmp_path: Path) -> None:
     """Of a long prompt, and of a rest of one token."""
-    talk = {"messages": [{"role": "user", "content": "q" * 150}, {"role": "assistant", "content": "a" * 10}]}
-    for name, records in (("talk", [talk, talk]), ("rest", [{"text": "t" * 120}]), ("whole", [{"text": "t" * 110}])):
+    talk = {
+        "messages": [
+            {"role": "user", "content": "q" * 150},
+            {"role": "assistant", "content": "a" * 10},
+        ]
+    }
+    for name, records in (
+        ("talk", [talk, talk]),
+        ("rest", [{"text": "t" * 120}]),
+        ("whole", [{"text": "t" * 110}]),
+    ):
         write_jsonl(tmp_path / f"{name}.jsonl", records)
         prepare(open_corpus(str(tmp_path / f"{name}.jsonl")), tmp_path / name, tokenizer="bytes")
     stores = [Store.open(tmp_path / name) for name in ("talk", "rest", "whole")]
     cut = {"global_tokens": 1, "max_length": 40}
     for opened in (*stores, Store.join(stores, [1.0, 1.0, 1.0])):
         lengths = opened.lengths.tolist()
-        spans = {(number, start) for number, length in enumerate(lengths) for start in range(0, length, 40)}
-        learned = {span for span in spans if opened.target_tokens(*span, min(span[1] + 40, lengths[span[0]]))}
+        spans = {
+            (number, start)
+            for number, length in enumerate(lengths)
+            for start in range(0, length, 40)
+        }
+        learned = {
+            span
+            for span in spans
+            if opened.target_tokens(*span, min(span[1] + 40, lengths[span[0]]))
+        }
         with loader(opened, **cut) as source:
             assert all(batch.target_tokens for batch in take(source, 12))
             pieces = coming(source, 200)
@@ -244,7 +298,9 @@ PACKED = [37, 3, 150, 8, 2, 64]
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_documents_in_memory_give_the_buffers_of_a_store(tmp_path: Path, seed: int, multiple: int) -> None:
+def test_documents_in_memory_give_the_buffers_of_a_store(
+    tmp_path: Path, seed: int, multiple: int
+) -> None:
     store = byte_store(tmp_path, PACKED)
     documents = [store.read(document, 0, length)[0] for document, length in enumerate(PACKED)]
     pieces = [Piece(document, 0, length) for document, length in enumerate(PACKED)]
@@ -259,13 +315,19 @@ def test_documents_in_memory_give_the_buffers_of_a_store(tmp_path: Path, seed: i
             held = stored.layout.tokens
             for name, filler in (("tokens", 0), ("labels", IGNORED_LABEL), ("positions", 0)):
                 assert torch.equal(getattr(mine, name), getattr(stored, name)), name
-                assert (getattr(stored, name)[held:] == filler).all() and len(stored.tokens) == -(-held // multiple) * multiple
+                assert (getattr(stored, name)[held:] == filler).all() and len(stored.tokens) == -(
+                    -held // multiple
+                ) * multiple
 
 
 def test_labels_of_a_document_are_shifted_and_masked() -> None:
-    """For every cut, each target is the label of the token before it, exactly once over all ranks."""
+    """For every cut, each target is the label of the token before it, exactly once over all
+    ranks."""
     documents = [list(range(1000 * i, 1000 * i + length)) for i, length in enumerate(PACKED)]
-    labels = [torch.tensor([IGNORED_LABEL if token % 3 else token for token in document]) for document in documents]
+    labels = [
+        torch.tensor([IGNORED_LABEL if token % 3 else token for token in document])
+        for document in documents
+    ]
     plan = random_plan(PACKED, 3, seed=4)
     pairs, targets = [], 0
     for rank in range(3):
@@ -273,7 +335,9 @@ def test_labels_of_a_document_are_shifted_and_masked() -> None:
         for batch in packed:
             valid = batch.labels != IGNORED_LABEL
             pairs += zip(batch.tokens[valid].tolist(), batch.labels[valid].tolist(), strict=True)
-    expected = [(token - 1, token) for document in documents for token in document[1:] if token % 3 == 0]
+    expected = [
+        (token - 1, token) for document in documents for token in document[1:] if token % 3 == 0
+    ]
     assert sorted(pairs) == expected
     assert targets == len(expected)
 
@@ -282,11 +346,17 @@ def test_labels_of_a_document_are_shifted_and_masked() -> None:
     ("documents", "labels", "message"),
     [
         ([[1, 2]], None, r"there are 1 documents, but the plan has 2"),
-        ([[1, 2], [3]], None, r"documents\[1\] has shape \[1\], but the plan's document 1 has 3 tokens"),
+        (
+            [[1, 2], [3]],
+            None,
+            r"documents\[1\] has shape \[1\], but the plan's document 1 has 3 tokens",
+        ),
         ([[1, 2], [[3, 4, 5]]], None, r"documents\[1\] has shape \[1, 3\]"),
         ([[1, 2], [3, 4, 5]], [[1, 2], np.zeros(4, np.int64)], r"labels\[1\] has shape \[4\]"),
     ],
 )
-def test_documents_of_another_plan_are_refused(documents: list, labels: list | None, message: str) -> None:
+def test_documents_of_another_plan_are_refused(
+    documents: list, labels: list | None, message: str
+) -> None:
     with pytest.raises(PackingError, match=message):
         pack_documents(random_plan([2, 3], 1, seed=0), 0, documents, labels)

@@ -1,4 +1,5 @@
-"""Several stores as one: their shares of the tokens hold at every moment, and a cursor is enough to resume."""
+"""Several stores as one: their shares of the tokens hold at every moment, and a cursor is enough to
+resume."""
 
 import json
 from pathlib import Path
@@ -29,17 +30,24 @@ LENGTHS = {"a": (2, 3, 5, 8, 13, 40, 100, 257), "b": (30,) * 12, "c": (7, 90, 4)
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
     folder = tmp_path_factory.mktemp("mixture")
-    return [byte_store(folder, lengths, name=name, conversations=name == "c") for name, lengths in LENGTHS.items()]
+    return [
+        byte_store(folder, lengths, name=name, conversations=name == "c")
+        for name, lengths in LENGTHS.items()
+    ]
 
 
-def mixture(stores: list[Store], amounts: list[float], unit: str = "weight", **options: object) -> Mixture:
+def mixture(
+    stores: list[Store], amounts: list[float], unit: str = "weight", **options: object
+) -> Mixture:
     made = make_steps(Store.join(stores, amounts, unit), **{"global_tokens": 200, **CUT, **options})
     assert isinstance(made, Mixture)
     return made
 
 
 def source_of(mixed: Mixture, piece: Piece) -> int:
-    (number,) = (number for number, source in enumerate(mixed.sources) if piece.document in source.documents)
+    (number,) = (
+        number for number, source in enumerate(mixed.sources) if piece.document in source.documents
+    )
     return number
 
 
@@ -48,18 +56,31 @@ weights_strategy = st.lists(st.floats(0.01, 100), min_size=2, max_size=3)
 
 @settings(max_examples=examples(40))
 @given(
-    weights=weights_strategy, unit=st.sampled_from(["weight", "epochs"]), global_tokens=st.integers(1, 900), drop=st.booleans()
+    weights=weights_strategy,
+    unit=st.sampled_from(["weight", "epochs"]),
+    global_tokens=st.integers(1, 900),
+    drop=st.booleans(),
 )
 def test_no_store_is_more_than_a_document_ahead_of_its_share(
     stores: list[Store], weights: list[float], unit: str, global_tokens: int, drop: bool
 ) -> None:
     long_documents = "drop" if drop else "split"
-    mixed = mixture(stores[: len(weights)], weights, unit, global_tokens=global_tokens, long_documents=long_documents)
+    mixed = mixture(
+        stores[: len(weights)],
+        weights,
+        unit,
+        global_tokens=global_tokens,
+        long_documents=long_documents,
+    )
     if unit == "epochs":
-        weights = [weight * sampler.tokens for weight, sampler in zip(weights, mixed.samplers, strict=True)]
+        weights = [
+            weight * sampler.tokens for weight, sampler in zip(weights, mixed.samplers, strict=True)
+        ]
     shares = np.array(weights) / sum(weights)
     assert mixed.shares == pytest.approx(shares.tolist())
-    longest = np.array([max(piece.length for piece in sampler.in_order()) for sampler in mixed.samplers])
+    longest = np.array(
+        [max(piece.length for piece in sampler.in_order()) for sampler in mixed.samplers]
+    )
     taken, cursor = np.zeros(len(weights)), mixed.start
     for _ in range(60):
         pieces, cursor = mixed.step(cursor)
@@ -82,7 +103,11 @@ def test_any_cursor_can_be_gone_on_from_at_any_size_of_a_step(
         fresh = mixture(stores[: len(weights)], weights, global_tokens=size)
         state = json.loads(json.dumps(fresh.state(cursor)))
         pieces, cursor = fresh.step(fresh.cursor(state))
-        assert sum(piece.length for piece in pieces[:-1]) < size <= sum(piece.length for piece in pieces)
+        assert (
+            sum(piece.length for piece in pieces[:-1])
+            < size
+            <= sum(piece.length for piece in pieces)
+        )
         for piece in pieces:
             (expected,), expected_cursor = one_by_one.step(expected_cursor)
             assert piece == expected
@@ -115,12 +140,17 @@ def test_documents_of_all_stores_are_read_as_from_each(stores: list[Store]) -> N
         for number in range(len(store)):
             length = int(store.lengths[number])
             assert joined.name(document) == store.name(number)
-            for ours, theirs in zip(joined.read(document, 1, length), store.read(number, 1, length), strict=True):
+            for ours, theirs in zip(
+                joined.read(document, 1, length), store.read(number, 1, length), strict=True
+            ):
                 assert (ours == theirs).all()
-            assert joined.target_tokens(document, 0, length - 1) == store.target_tokens(number, 0, length - 1)
+            assert joined.target_tokens(document, 0, length - 1) == store.target_tokens(
+                number, 0, length - 1
+            )
             assert joined.weights[document] == store.weights[number]
             document += 1
-    recorded = Store.open(Path(__file__).parent / "recorded_run" / "store")  # made before there were weights
+    # Made before there were weights.
+    recorded = Store.open(Path(__file__).parent / "recorded_run" / "store")
     assert set(Store.join([recorded, stores[0]], [1, 1]).weights) == {1.0}
     assert joined.tokens_by_source([0, 8, 9, 22], [1, 20, 300, 4000]) == {
         str(stores[0].path): 1,
@@ -129,8 +159,16 @@ def test_documents_of_all_stores_are_read_as_from_each(stores: list[Store]) -> N
     }
 
 
-def mixed_loader(stores: list[Store], amounts: list[float], rank: int = 0, ranks: int = 1, **options: object) -> Loader:
-    settings = {"global_tokens": 300, "seed": 3, "max_length": 100, "long_documents": "split", **options}
+def mixed_loader(
+    stores: list[Store], amounts: list[float], rank: int = 0, ranks: int = 1, **options: object
+) -> Loader:
+    settings = {
+        "global_tokens": 300,
+        "seed": 3,
+        "max_length": 100,
+        "long_documents": "split",
+        **options,
+    }
 
     def planner(lengths: list[int]) -> object:
         return make_plan(lengths, ranks=ranks, tokens_per_rank=120, profile=PROFILE, mode="auto")
@@ -170,7 +208,11 @@ def test_a_run_that_continues_another_goes_on_where_its_stores_stopped_and_begin
     with mixed_loader([c, a], [1, 2]) as second:
         second.continue_from(before)
         state = json.loads(json.dumps(second.state_dict()))
-        assert (state["step"], state["cursor"], state["taken"]) == (2, [0, before["cursor"][0]], [0, 0])
+        assert (state["step"], state["cursor"], state["taken"]) == (
+            2,
+            [0, before["cursor"][0]],
+            [0, 0],
+        )
         assert state["earlier"][b.fingerprint]["cursor"] == before["cursor"][1]
         take(second, 1)
         state = json.loads(json.dumps(second.state_dict()))
@@ -180,38 +222,59 @@ def test_a_run_that_continues_another_goes_on_where_its_stores_stopped_and_begin
     with mixed_loader([a, b], [1, 1]) as third:
         third.continue_from(state)
         assert third.state_dict()["cursor"] == [state["cursor"][1], before["cursor"][1]]
-        assert "earlier" in third.state_dict() and [c.fingerprint] == list(third.state_dict()["earlier"])
+        assert "earlier" in third.state_dict() and [c.fingerprint] == list(
+            third.state_dict()["earlier"]
+        )
     with mixed_loader([a, b], [1, 1], max_length=50) as anew:
         anew.continue_from(before)
         assert anew.state_dict()["epoch"][0] == before["epoch"][0] + 1
-        assert anew.state_dict()["cursor"][0] == (before["epoch"][0] + 1) * anew.sampler.samplers[0].pieces
-        assert anew.state_dict()["cursor"][1] == before["cursor"][1], "none of its documents is longer than 50"
+        assert (
+            anew.state_dict()["cursor"][0]
+            == (before["epoch"][0] + 1) * anew.sampler.samplers[0].pieces
+        )
+        assert anew.state_dict()["cursor"][1] == before["cursor"][1], (
+            "none of its documents is longer than 50"
+        )
     with mixed_loader([a], [1]) as alone:
         alone.continue_from(before)
         assert alone.state_dict()["epoch"] == before["epoch"][0] + 1, "alone it has another order"
-    with mixed_loader([a, b], [1, 1], seed=4) as other, pytest.raises(LoaderError, match=r"seed is 4, and was 3"):
+    with (
+        mixed_loader([a, b], [1, 1], seed=4) as other,
+        pytest.raises(LoaderError, match=r"seed is 4, and was 3"),
+    ):
         other.continue_from(before)
 
 
 def test_another_mixture_is_refused(stores: list[Store]) -> None:
     with mixed_loader(stores, [3, 1, 1]) as source:
         state = json.loads(json.dumps(source.state_dict()))
-    with mixed_loader(stores, [2, 1, 1]) as other, pytest.raises(LoaderError, match="give the weights or epochs"):
+    with (
+        mixed_loader(stores, [2, 1, 1]) as other,
+        pytest.raises(LoaderError, match="give the weights or epochs"),
+    ):
         other.load_state_dict(state)
-    with mixed_loader(stores[::-1], [1, 1, 3]) as other, pytest.raises(LoaderError, match=r"all of data\.stores in"):
+    with (
+        mixed_loader(stores[::-1], [1, 1, 3]) as other,
+        pytest.raises(LoaderError, match=r"all of data\.stores in"),
+    ):
         other.load_state_dict(state)
     with mixed_loader(stores[:1], [1]) as single:
         alone = single.state_dict()
         with pytest.raises(LoaderError, match=r"fingerprint is '.*', and was \['"):
             single.load_state_dict(state)
-    with mixed_loader(stores, [3, 1, 1]) as other, pytest.raises(LoaderError, match=r"mix is \[.*\], and was None"):
+    with (
+        mixed_loader(stores, [3, 1, 1]) as other,
+        pytest.raises(LoaderError, match=r"mix is \[.*\], and was None"),
+    ):
         other.load_state_dict(alone)
 
 
 def test_a_list_of_one_store_draws_what_the_store_draws(stores: list[Store]) -> None:
     one = make_steps(Store.join(stores[:1], [5.0]), global_tokens=200, **CUT)
     assert isinstance(one, Sampler)
-    assert one.step(4) == Sampler(stores[0].lengths, global_tokens=200, seed=3, max_length=100).step(4)
+    assert one.step(4) == Sampler(
+        stores[0].lengths, global_tokens=200, seed=3, max_length=100
+    ).step(4)
 
 
 def test_documents_are_held_out_of_every_store(stores: list[Store]) -> None:
@@ -219,7 +282,9 @@ def test_documents_are_held_out_of_every_store(stores: list[Store]) -> None:
     apart = held_out(joined.names, 0.3)
     assert 0 < apart[:8].sum() < 8 and 0 < apart[8:].sum() < 12
     steps = make_steps(joined, global_tokens=20_000, **{**CUT, "held_out_share": 0.3})
-    assert {piece.document for piece in steps.step(steps.start)[0]} == set(np.flatnonzero(~apart).tolist())
+    assert {piece.document for piece in steps.step(steps.start)[0]} == set(
+        np.flatnonzero(~apart).tolist()
+    )
     evaluated = Documents.choose(load(None, []), joined, 100, held_out_share=0.3)
     assert {piece.document for piece in evaluated.pieces} == set(np.flatnonzero(apart).tolist())
 
@@ -242,9 +307,14 @@ def test_other_tokenizers_are_refused(stores: list[Store], tmp_path: Path) -> No
     [
         ({"max_length": 6, "long_documents": "drop"}, "b: no document is left: all 12"),
         ({"max_length": 20, "long_documents": "error"}, r"a: document 'a\.jsonl:8' has 257 tokens"),
-        ({"global_tokens": 10**7}, "share of 50.00%: a step of 10,000,000 tokens would read them more than 1024 times"),
+        (
+            {"global_tokens": 10**7},
+            "share of 50.00%: a step of 10,000,000 tokens would read them more than 1024 times",
+        ),
     ],
 )
-def test_what_a_store_cannot_give_is_refused_by_its_name(stores: list[Store], options: dict[str, object], says: str) -> None:
+def test_what_a_store_cannot_give_is_refused_by_its_name(
+    stores: list[Store], options: dict[str, object], says: str
+) -> None:
     with pytest.raises(SamplerError, match=says):
         mixture(stores[:2], [1.0, 1.0], **options)

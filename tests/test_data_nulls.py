@@ -1,4 +1,5 @@
-"""Nulls that a table adds for members of other records are left out, and counted; others stay. Columns of the type Json."""
+"""Nulls that a table adds for members of other records are left out, and counted; others stay.
+Columns of the type Json."""
 
 import json
 from collections.abc import Callable
@@ -18,12 +19,19 @@ from tests.template_cases import TOOLS, call, chat
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+    }
 
 
 def asking(described: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     """A record with a tool and a call of it."""
-    calling = {"role": "assistant", "content": "", "tool_calls": [call(described["function"]["name"], **arguments)]}
+    calling = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call(described["function"]["name"], **arguments)],
+    }
     return {"tools": [described], "messages": [*chat("Q"), calling]}
 
 
@@ -95,7 +103,17 @@ def in_shards(folder: Path) -> Path:
 
 
 WRITERS = [
-    *(of_pandas, of_datasets, as_array, texts_in_parquet, texts_in_csv, texts_in_dataset, in_parquet, in_dataset, in_shards),
+    *(
+        of_pandas,
+        of_datasets,
+        as_array,
+        texts_in_parquet,
+        texts_in_csv,
+        texts_in_dataset,
+        in_parquet,
+        in_dataset,
+        in_shards,
+    ),
 ]
 
 
@@ -111,16 +129,22 @@ def said(document: Document) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_members_of_other_records_are_left_out(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+def test_members_of_other_records_are_left_out(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
     """A null element of a list stays. What is left out is counted."""
     documents, noted = read(write(tmp_path))
     assert [json.loads(json.dumps(said(document))) for document in documents] == RECORDS
     what = "null members of {} that a table added, left out"
-    assert set(noted) == {what.format("tools"), what.format("messages")} and min(noted.values()) >= 6, noted
+    assert (
+        set(noted) == {what.format("tools"), what.format("messages")} and min(noted.values()) >= 6
+    ), noted
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_the_prompt_has_none_of_them(tmp_path: Path, write: Callable[[Path], Path], checkpoints: dict[str, Path]) -> None:
+def test_the_prompt_has_none_of_them(
+    tmp_path: Path, write: Callable[[Path], Path], checkpoints: dict[str, Path]
+) -> None:
     from longctx.data.store.prepare import prepare
     from longctx.data.store.store import Store
 
@@ -128,20 +152,33 @@ def test_the_prompt_has_none_of_them(tmp_path: Path, write: Callable[[Path], Pat
     prepare(write(tmp_path / "in"), tmp_path / "out", tokenizer=str(checkpoints["Qwen 3"]))
     store = Store.open(tmp_path / "out")
     plain = made(tmp_path, RECORDS, checkpoints["Qwen 3"])
-    assert [whole(store, number) for number in range(3)] == [whole(plain, number) for number in range(3)]
+    assert [whole(store, number) for number in range(3)] == [
+        whole(plain, number) for number in range(3)
+    ]
 
 
 def test_files_of_several_writers_are_several_tables(tmp_path: Path) -> None:
     """A dump of another data set, and a file by hand."""
     of_datasets(tmp_path).rename(tmp_path / "a.jsonl")
-    other = [asking(tool("f", x={"type": "string"}), x="1"), asking(tool("g", y={"type": "string"}), y="2")]
+    other = [
+        asking(tool("f", x={"type": "string"}), x="1"),
+        asking(tool("g", y={"type": "string"}), y="2"),
+    ]
     datasets.Dataset.from_list(other).to_json(str(tmp_path / "b.jsonl"))
-    by_hand = [asking(tool("time", zone=ENUM), zone=None), asking(tool("time", zone={"default": None}), zone="CET")]
+    by_hand = [
+        asking(tool("time", zone=ENUM), zone=None),
+        asking(tool("time", zone={"default": None}), zone="CET"),
+    ]
     write_jsonl(tmp_path / "c.jsonl", by_hand)
     for number, record in enumerate(by_hand):
         (tmp_path / f"d{number}.json").write_text(json.dumps(record), "utf-8")
     documents, noted = read(tmp_path)
-    assert [json.loads(json.dumps(said(document))) for document in documents] == [*RECORDS, *other, *by_hand, *by_hand]
+    assert [json.loads(json.dumps(said(document))) for document in documents] == [
+        *RECORDS,
+        *other,
+        *by_hand,
+        *by_hand,
+    ]
     assert sum("that a table added" in what for what in noted) == 2
 
 
@@ -154,12 +191,18 @@ def test_no_property_is_null_whatever_wrote_it(tmp_path: Path) -> None:
     *three, last = documents
     assert said(last) == more
     for document, record in zip(three, RECORDS, strict=True):
-        names = [list(each["tools"][0]["function"]["parameters"]["properties"]) for each in (said(document), record)]
+        names = [
+            list(each["tools"][0]["function"]["parameters"]["properties"])
+            for each in (said(document), record)
+        ]
         assert names[0] == names[1]
         assert said(document)["messages"] == record["messages"]
     assert noted["null properties of tools, left out"] == 8
     assert noted["null arguments that the called tool does not have, left out"] == 6
-    assert noted["null arguments of calls, which stay"] == 1 and noted["null members of tools, which stay"] >= 1
+    assert (
+        noted["null arguments of calls, which stay"] == 1
+        and noted["null members of tools, which stay"] >= 1
+    )
 
 
 @pytest.mark.parametrize("limit", [{"max_documents": 1}, {"max_bytes": 1}])
@@ -172,18 +215,36 @@ def test_all_records_tell_where_reading_stops_before(tmp_path: Path, limit: dict
 
 
 MEANT: list[tuple[list[dict[str, Any]], str]] = [
-    ([asking(tool("f", a={"type": ["string", "null"], "default": None}), a="x")], "a default, in one record"),
+    (
+        [asking(tool("f", a={"type": ["string", "null"], "default": None}), a="x")],
+        "a default, in one record",
+    ),
     ([asking(tool("f", a={"const": None}), a="x")] * 2, "a constant, in all records"),
-    ([asking(tool("f", a={"type": "string"}), a=None), asking(tool("f", a={"type": "string"}), a="x")], "an argument"),
-    ([asking(tool("f", a={"default": {"b": None}}), a="x"), asking(tool("g", b={}), b=[None])], "within a default"),
+    (
+        [
+            asking(tool("f", a={"type": "string"}), a=None),
+            asking(tool("f", a={"type": "string"}), a="x"),
+        ],
+        "an argument",
+    ),
+    (
+        [asking(tool("f", a={"default": {"b": None}}), a="x"), asking(tool("g", b={}), b=[None])],
+        "within a default",
+    ),
     ([*RECORDS, asking(tool("f", zone={"default": None}), zone=None)], "among others"),
 ]
 
 
 @pytest.mark.parametrize("records", [case[0] for case in MEANT], ids=[case[1] for case in MEANT])
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_null_that_a_record_says_stays(tmp_path: Path, records: list[dict[str, Any]], as_text: bool) -> None:
-    rows = [{key: json.dumps(value) for key, value in record.items()} for record in records] if as_text else records
+def test_a_null_that_a_record_says_stays(
+    tmp_path: Path, records: list[dict[str, Any]], as_text: bool
+) -> None:
+    rows = (
+        [{key: json.dumps(value) for key, value in record.items()} for record in records]
+        if as_text
+        else records
+    )
     documents, noted = read(write_jsonl(tmp_path / "s.jsonl", rows))
     assert [json.loads(json.dumps(said(document))) for document in documents] == records
     assert all(what.endswith("which stay") for what in noted)
@@ -206,7 +267,10 @@ def test_texts_in_json_stay_as_they_are(tmp_path: Path, key: str) -> None:
         for record, answer in zip(records, answers, strict=True):
             record["messages"][1]["tool_calls"][0]["function"]["arguments"] = answer
     else:
-        records = [{"prompt": "Q", "completion": answer} if key == "completion" else {"text": answer} for answer in answers]
+        records = [
+            {"prompt": "Q", "completion": answer} if key == "completion" else {"text": answer}
+            for answer in answers
+        ]
     for source in (write_jsonl(tmp_path / "s.jsonl", records), tmp_path / "s.parquet"):
         if source.suffix == ".parquet":
             datasets.Dataset.from_list(records).to_parquet(str(source))
@@ -221,7 +285,10 @@ def test_texts_in_json_stay_as_they_are(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize("depth", [300, 480, 900])
 def test_what_is_nested_too_deeply_is_refused_by_its_place(tmp_path: Path, depth: int) -> None:
     deep = '{"a": ' * depth + "null" + "}" * depth
-    lines = [json.dumps(RECORDS[0]), f'{{"messages": {json.dumps(chat("Q", "A"))}, "tools": [{deep}]}}']
+    lines = [
+        json.dumps(RECORDS[0]),
+        f'{{"messages": {json.dumps(chat("Q", "A"))}, "tools": [{deep}]}}',
+    ]
     (tmp_path / "s.jsonl").write_text("\n".join(lines), "utf-8")
     if depth == 300:
         assert len(read(tmp_path / "s.jsonl")[0]) == 2
@@ -246,14 +313,19 @@ JSON = {
                         {
                             "id": datasets.Value("string"),
                             "type": datasets.Value("string"),
-                            "function": {"name": datasets.Value("string"), "arguments": datasets.Json()},
+                            "function": {
+                                "name": datasets.Value("string"),
+                                "arguments": datasets.Json(),
+                            },
                         }
                     ),
                 }
             ),
         }
     ),
-    "messages": datasets.Features({"tools": datasets.List(datasets.Json()), "messages": datasets.List(datasets.Json())}),
+    "messages": datasets.Features(
+        {"tools": datasets.List(datasets.Json()), "messages": datasets.List(datasets.Json())}
+    ),
 }
 
 
@@ -286,7 +358,9 @@ def test_columns_of_json_are_read(tmp_path: Path, kind: str, suffix: str) -> Non
 
 
 def test_a_text_of_type_json_is_a_text(tmp_path: Path) -> None:
-    data = datasets.Dataset.from_dict({"text": ["one", "two"]}, features=datasets.Features({"text": datasets.Json()}))
+    data = datasets.Dataset.from_dict(
+        {"text": ["one", "two"]}, features=datasets.Features({"text": datasets.Json()})
+    )
     data.to_parquet(str(tmp_path / "s.parquet"))
     assert [document.text for document in read(tmp_path / "s.parquet")[0]] == ["one", "two"]
 
@@ -295,18 +369,30 @@ def test_json_that_is_none_is_refused_with_its_row(tmp_path: Path) -> None:
     storage = pyarrow.array(["[]", "{x"], pyarrow.string())
     column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage)
     pyarrow.parquet.write_table(pyarrow.table({"messages": column}), tmp_path / "s.parquet")
-    with pytest.raises(CorpusError, match=r"s\.parquet, row \d.*(a value of type Json is not JSON|at least one message)"):
+    with pytest.raises(
+        CorpusError,
+        match=r"s\.parquet, row \d.*(a value of type Json is not JSON|at least one message)",
+    ):
         read(tmp_path / "s.parquet")
 
 
 def test_maps_are_objects(tmp_path: Path) -> None:
     """Whose nulls are their own."""
     kind = pyarrow.list_(
-        pyarrow.struct({"name": pyarrow.string(), "parameters": pyarrow.map_(pyarrow.string(), pyarrow.string())})
+        pyarrow.struct(
+            {
+                "name": pyarrow.string(),
+                "parameters": pyarrow.map_(pyarrow.string(), pyarrow.string()),
+            }
+        )
     )
     functions = pyarrow.array([[{"name": "f", "parameters": [("a", "number"), ("b", None)]}]], kind)
     messages = pyarrow.array([chat("Q", "A")])
-    pyarrow.parquet.write_table(pyarrow.table({"functions": functions, "messages": messages}), tmp_path / "s.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"functions": functions, "messages": messages}), tmp_path / "s.parquet"
+    )
     (document,), noted = read(tmp_path / "s.parquet")
-    assert document.tools == [{"type": "function", "function": {"name": "f", "parameters": {"a": "number", "b": None}}}]
+    assert document.tools == [
+        {"type": "function", "function": {"name": "f", "parameters": {"a": "number", "b": None}}}
+    ]
     assert noted == {"null members of tools, which stay": 1}

@@ -1,4 +1,5 @@
-"""A source is read once, and is what it seems: links, copies, compressed files, leftovers of writers, and pointers."""
+"""A source is read once, and is what it seems: links, copies, compressed files, leftovers of
+writers, and pointers."""
 
 import gzip
 import os
@@ -23,7 +24,9 @@ from tests.data_cases import write_jsonl
 from tests.test_data_wild import IDS, megatron
 
 POINTERS = {
-    "git lfs pull": "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 123\n",
+    "git lfs pull": "version https://git-lfs.github.com/spec/v1\noid sha256:"
+    + "a" * 64
+    + "\nsize 123\n",
     "dvc pull": "outs:\n- md5: " + "a" * 32 + "\n  size: 123\n  path: a.jsonl\n",
     "git annex get": "/annex/objects/SHA256E-s123--" + "a" * 64 + ".jsonl\n",
     "git xet checkout": "# xet version 0\nfilesize = 123\nhash = '" + "a" * 64 + "'\n",
@@ -66,7 +69,9 @@ def put(name: str, content: bytes | None = None) -> Callable[[Path], None]:
 
     def write(source: Path) -> None:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes(b'{"text": "of another version"}\n' if content is None else content)
+        (source / name).write_bytes(
+            b'{"text": "of another version"}\n' if content is None else content
+        )
 
     return write
 
@@ -81,24 +86,52 @@ def arrow_cache(source: Path) -> None:
 AGAIN: list[tuple[Callable[[Path], object], str, int]] = [
     (packed, "the same records, compressed: a.jsonl.gz, a.jsonl.zst", 2),
     (packed_in_capitals, "the same records, compressed: a.jsonl.GZ", 1),
-    (put("$RECYCLE.BIN/b.jsonl"), "in a folder of what is not finished, or deleted: $RECYCLE.BIN/b.jsonl", 1),
+    (
+        put("$RECYCLE.BIN/b.jsonl"),
+        "in a folder of what is not finished, or deleted: $RECYCLE.BIN/b.jsonl",
+        1,
+    ),
     (packed_elsewhere, "the same records, compressed: gz/a.jsonl.gz", 1),
-    (lambda source: (source / "b.jsonl").symlink_to("a.jsonl"), "link to a file that is read already: b.jsonl", 1),
-    (lambda source: (source / "0.jsonl").symlink_to(source / "a.jsonl"), "link to a file that is read already: 0.jsonl", 1),
-    (lambda source: os.link(source / "a.jsonl", source / "b.jsonl"), "link to a file that is read already: b.jsonl", 1),
+    (
+        lambda source: (source / "b.jsonl").symlink_to("a.jsonl"),
+        "link to a file that is read already: b.jsonl",
+        1,
+    ),
+    (
+        lambda source: (source / "0.jsonl").symlink_to(source / "a.jsonl"),
+        "link to a file that is read already: 0.jsonl",
+        1,
+    ),
+    (
+        lambda source: os.link(source / "a.jsonl", source / "b.jsonl"),
+        "link to a file that is read already: b.jsonl",
+        1,
+    ),
     (
         lambda source: shutil.copy(source / "a.jsonl", source / "a (1).jsonl"),
         "copy of records that are read already: a.jsonl",
         1,
     ),
-    (lambda source: (source / "0").symlink_to(source), "link to a folder that is read already: 0", 1),
+    (
+        lambda source: (source / "0").symlink_to(source),
+        "link to a folder that is read already: 0",
+        1,
+    ),
     (
         put("_temporary/0/task_1/part-0.jsonl"),
         "in a folder of what is not finished, or deleted: _temporary/0/task_1/part-0.jsonl",
         1,
     ),
-    (put("b.partial/part-0.jsonl"), "in a folder of what is not finished, or deleted: b.partial/part-0.jsonl", 1),
-    (put("b.incomplete/part-0.jsonl"), "in a folder of what is not finished, or deleted: b.incomplete/part-0.jsonl", 1),
+    (
+        put("b.partial/part-0.jsonl"),
+        "in a folder of what is not finished, or deleted: b.partial/part-0.jsonl",
+        1,
+    ),
+    (
+        put("b.incomplete/part-0.jsonl"),
+        "in a folder of what is not finished, or deleted: b.incomplete/part-0.jsonl",
+        1,
+    ),
     (put("a.tmp.jsonl"), "not finished, by the name: a.tmp.jsonl", 1),
     (put("a.jsonl.incomplete"), "not finished, by the name: a.jsonl.incomplete", 1),
     (put("a.jsonl.crdownload"), "not finished, by the name: a.jsonl.crdownload", 1),
@@ -106,13 +139,21 @@ AGAIN: list[tuple[Callable[[Path], object], str, int]] = [
     (put("_SUCCESS", b""), "no data but a note of a program: _SUCCESS", 1),
     (put("~$a.jsonl"), "no data but a note of a program: ~$a.jsonl", 1),
     (put("a.jsonl~"), "no data but a note of a program: a.jsonl~", 1),
-    (arrow_cache, "cache of `datasets`: cache-1b2c3d4e5f6a7b8c.arrow, cache-1b2c3d4e_00000_of_00002.arrow", 2),
+    (
+        arrow_cache,
+        "cache of `datasets`: cache-1b2c3d4e5f6a7b8c.arrow, cache-1b2c3d4e_00000_of_00002.arrow",
+        2,
+    ),
     (put("tmpab12_x9z"), "cache of `datasets`: tmpab12_x9z", 1),
 ]
 
 
-@pytest.mark.parametrize(("add", "what", "count"), AGAIN, ids=[str(number) for number in range(len(AGAIN))])
-def test_a_source_is_read_once_and_the_rest_is_told(source: Path, add: Callable[[Path], object], what: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("add", "what", "count"), AGAIN, ids=[str(number) for number in range(len(AGAIN))]
+)
+def test_a_source_is_read_once_and_the_rest_is_told(
+    source: Path, add: Callable[[Path], object], what: str, count: int
+) -> None:
     alone = open_corpus(str(source)).fingerprint()
     add(source)
     corpus = open_corpus(str(source))
@@ -144,7 +185,8 @@ def test_the_data_set_of_a_folder_with_caches_is_the_same(tmp_path: Path) -> Non
 def test_files_of_one_name_and_other_records_are_refused(source: Path) -> None:
     (source / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "older"}\n'))
     with pytest.raises(
-        CorpusError, match=r"a\.jsonl\.gz and .*a\.jsonl have the same name but for the compression, and differ"
+        CorpusError,
+        match=r"a\.jsonl\.gz and .*a\.jsonl have the same name but for the compression, and differ",
     ):
         read(source)
     (source / "de").mkdir()
@@ -155,12 +197,25 @@ def test_files_of_one_name_and_other_records_are_refused(source: Path) -> None:
         read(source)
 
 
-def test_of_two_formats_both_are_read_and_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_two_formats_both_are_read_and_told(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (source / "a.csv").write_text("text\none\n", "utf-8")
-    command = ["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(source.parent / "store")]
+    command = [
+        "prepare",
+        "--source",
+        str(source),
+        "--tokenizer",
+        "bytes",
+        "--out",
+        str(source.parent / "store"),
+    ]
     assert main(command) == 0
     told = capsys.readouterr().out
-    assert "noted      2 files that may hold the same records in two formats, all read: a.csv, a.jsonl" in told
+    assert (
+        "noted      2 files that may hold the same records in two formats, all read: a.csv, a.jsonl"
+        in told
+    )
     (source / "a.txt").write_text("one\ntwo\n", "utf-8")
     assert list(open_corpus(str(source)).noted.values()) == [3]
 
@@ -171,7 +226,9 @@ def test_documents_of_megatron_are_copies_if_both_files_are(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         megatron(tmp_path / name, [[ids]])
     corpus = open_corpus(str(tmp_path))
-    assert [document.ids.tolist() for document in corpus.documents() if document.ids is not None] == [IDS, IDS[::-1]]
+    assert [
+        document.ids.tolist() for document in corpus.documents() if document.ids is not None
+    ] == [IDS, IDS[::-1]]
     assert list(corpus.not_read.values()) == [2]
 
 
@@ -187,22 +244,33 @@ def test_documents_of_megatron_are_copies_if_both_files_are(tmp_path: Path) -> N
 def test_tables_of_several_versions_are_refused(source: Path, names: list[str], kind: str) -> None:
     for name in names:
         put(name)(source)
-    with pytest.raises(CorpusError, match=f"is a table of {kind}, of which only its log tells which files are current"):
+    with pytest.raises(
+        CorpusError,
+        match=f"is a table of {kind}, of which only its log tells which files are current",
+    ):
         read(source)
 
 
 @pytest.mark.parametrize(
     ("names", "noted"),
     [
-        (["p-00000-of-00003.jsonl", "p-00002-of-00003.jsonl"], {"shards of p-*-of-00003.jsonl that are not there: 00001": 1}),
+        (
+            ["p-00000-of-00003.jsonl", "p-00002-of-00003.jsonl"],
+            {"shards of p-*-of-00003.jsonl that are not there: 00001": 1},
+        ),
         (["p-00001-of-00002.jsonl", "p-00002-of-00002.jsonl"], {}),
-        (["p-00000-of-00009.jsonl"], {"shards of p-*-of-00009.jsonl that are not there: 00001, 00002, 00003, ..": 8}),
+        (
+            ["p-00000-of-00009.jsonl"],
+            {"shards of p-*-of-00009.jsonl that are not there: 00001, 00002, 00003, ..": 8},
+        ),
         ([f"a-{i:03d}-of-002-part-{k:03d}-of-002.jsonl" for i in (0, 1) for k in (0, 1)], {}),
         (["p-00000-of-00001_de.jsonl", "p-00000-of-00001_en.jsonl"], {}),
         (["a-00000-of-00001.jsonl", "b-00000-of-00002.jsonl", "b-00001-of-00002.jsonl"], {}),
     ],
 )
-def test_shards_that_are_missing_are_told(tmp_path: Path, names: list[str], noted: dict[str, int]) -> None:
+def test_shards_that_are_missing_are_told(
+    tmp_path: Path, names: list[str], noted: dict[str, int]
+) -> None:
     for name in names:
         write_jsonl(tmp_path / name, [{"text": name}])
     corpus = open_corpus(str(tmp_path))
@@ -216,7 +284,10 @@ def test_shards_that_are_missing_are_told(tmp_path: Path, names: list[str], note
             ["p-00000-of-00001.jsonl", "p-00000-of-00002.jsonl"],
             r"has shards p-\*\.jsonl of 1 \(p-00000-of-00001\.jsonl\) and 2",
         ),
-        (["p-00000-of-00001-ab12cd.jsonl", "p-00000-of-00001-0123ef.jsonl"], "are the same shard in two versions: remove"),
+        (
+            ["p-00000-of-00001-ab12cd.jsonl", "p-00000-of-00001-0123ef.jsonl"],
+            "are the same shard in two versions: remove",
+        ),
     ],
 )
 def test_shards_of_two_versions_are_refused(tmp_path: Path, names: list[str], says: str) -> None:
@@ -238,17 +309,26 @@ def test_a_pointer_is_no_document(tmp_path: Path, ending: str, command: str) -> 
     for number in range(2):
         (tmp_path / f"{number}.{ending}").write_text(POINTERS[command], "utf-8")
     with pytest.raises(
-        CorpusError, match=rf"2 files are pointers of .*, not the data \(.*0\.{ending}, .*1\.{ending}\): .*`{command}`"
+        CorpusError,
+        match=rf"2 files are pointers of .*, not the data \(.*0\.{ending}, .*1\.{ending}\): "
+        rf".*`{command}`",
     ):
         read(tmp_path)
     for options in ({}, {"as_text": True}):
-        with pytest.raises(CorpusError, match=f"a file is a pointer of .*: get the data with `{command}`"):
+        with pytest.raises(
+            CorpusError, match=f"a file is a pointer of .*: get the data with `{command}`"
+        ):
             read(tmp_path / f"0.{ending}", **options)
 
 
 def test_one_pointer_among_data_is_refused(source: Path) -> None:
-    (source / "b.jsonl").write_bytes(POINTERS["git lfs pull"].replace("\n", "\r\n").encode("utf-8-sig"))
-    with pytest.raises(CorpusError, match=r"a file is a pointer of Git LFS, not the data \(.*b\.jsonl\): .*, or remove"):
+    (source / "b.jsonl").write_bytes(
+        POINTERS["git lfs pull"].replace("\n", "\r\n").encode("utf-8-sig")
+    )
+    with pytest.raises(
+        CorpusError,
+        match=r"a file is a pointer of Git LFS, not the data \(.*b\.jsonl\): .*, or remove",
+    ):
         read(source)
     (source / "b.jsonl").unlink()
     (source / "about.md").write_text("A pointer begins with\n" + POINTERS["git lfs pull"], "utf-8")
@@ -257,10 +337,13 @@ def test_one_pointer_among_data_is_refused(source: Path) -> None:
 
 def test_pointers_beside_their_data_are_no_data(source: Path) -> None:
     (source / "a.jsonl.dvc").write_text(POINTERS["dvc pull"], "utf-8")
-    assert read(source) == ["one", "two"] and open_corpus(str(source)).not_read == {".dvc beside records": 1}
+    assert read(source) == ["one", "two"] and open_corpus(str(source)).not_read == {
+        ".dvc beside records": 1
+    }
     (source / "b.dvc").write_text(POINTERS["dvc pull"].replace("a.jsonl", "texts"), "utf-8")
     with pytest.raises(
-        CorpusError, match=r"b\.dvc is a pointer of DVC, and .*texts is not there: get the data with `dvc pull`"
+        CorpusError,
+        match=r"b\.dvc is a pointer of DVC, and .*texts is not there: get the data with `dvc pull`",
     ):
         read(source)
     for name in ("texts", "b.dvc"):
@@ -270,22 +353,37 @@ def test_pointers_beside_their_data_are_no_data(source: Path) -> None:
 
 def test_links_to_nothing_are_told(source: Path) -> None:
     (source / "b.jsonl").symlink_to("nowhere.jsonl")
-    assert read(source) == ["one", "two"] and open_corpus(str(source)).not_read == {"broken link: b.jsonl": 1}
-    with pytest.raises(CorpusError, match=r"b\.jsonl is a link to nowhere\.jsonl, which does not exist"):
+    assert read(source) == ["one", "two"] and open_corpus(str(source)).not_read == {
+        "broken link: b.jsonl": 1
+    }
+    with pytest.raises(
+        CorpusError, match=r"b\.jsonl is a link to nowhere\.jsonl, which does not exist"
+    ):
         read(source / "b.jsonl")
     (source / "b.jsonl").unlink()
-    (source / "b.jsonl").symlink_to(".git/annex/objects/SHA256E-s123--aa.jsonl/SHA256E-s123--aa.jsonl")
+    (source / "b.jsonl").symlink_to(
+        ".git/annex/objects/SHA256E-s123--aa.jsonl/SHA256E-s123--aa.jsonl"
+    )
     for place in (source, source / "b.jsonl"):
-        with pytest.raises(CorpusError, match=r"a file is a pointer of git-annex, .*`git annex get`"):
+        with pytest.raises(
+            CorpusError, match=r"a file is a pointer of git-annex, .*`git annex get`"
+        ):
             read(place)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "model.safetensors", "config.json"])
-def test_a_checkpoint_of_pointers_is_refused(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "model.safetensors", "config.json"]
+)
+def test_a_checkpoint_of_pointers_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     shutil.copytree(checkpoints["SmolLM2"], tmp_path / "c")
     (tmp_path / "c" / "config.json").write_text("{}", "utf-8")
     (tmp_path / "c" / name).write_text(POINTERS["git lfs pull"], "utf-8")
-    says = rf"a file is a pointer of Git LFS, not the data \(.*{name}\): get the data with `git lfs pull`"
+    says = (
+        rf"a file is a pointer of Git LFS, not the data \(.*{name}\): get the data with `git "
+        r"lfs pull`"
+    )
     with pytest.raises(UserError, match=says):
         CheckpointFiles.open(str(tmp_path / "c"))
     if name.startswith("tokenizer"):
@@ -302,6 +400,8 @@ def test_a_store_of_pointers_is_refused(source: Path, name: str) -> None:
     prepare(source, store, tokenizer="bytes")
     (store / name).write_text(POINTERS["git lfs pull"], "utf-8")
     with pytest.raises(
-        StoreError, match=rf"store .*: a file is a pointer of Git LFS, not the data \(.*{name}\): get the data with"
+        StoreError,
+        match=rf"store .*: a file is a pointer of Git LFS, not the data \(.*{name}\): get the data "
+        r"with",
     ):
         Store.open(store)

@@ -15,7 +15,13 @@ lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 
 def sampler(lengths: list[int], **options: Any) -> Sampler:
-    settings = {"global_tokens": 30, "seed": 0, "max_length": 10, "long_documents": "split", **options}
+    settings = {
+        "global_tokens": 30,
+        "seed": 0,
+        "max_length": 10,
+        "long_documents": "split",
+        **options,
+    }
     return Sampler(np.array(lengths, np.int64), **settings)
 
 
@@ -24,7 +30,13 @@ def conversations(lengths: list[int], partly: list[bool], **options: Any) -> Sam
     store: Any = Lengths(lengths, "store", 9)
     store.trained_tokens -= np.array(partly)
     store.has_targets = lambda documents, starts, stops: np.ones(len(documents), np.bool_)
-    settings = {"global_tokens": 30, "seed": 0, "max_length": 10, "long_documents": "split", **options}
+    settings = {
+        "global_tokens": 30,
+        "seed": 0,
+        "max_length": 10,
+        "long_documents": "split",
+        **options,
+    }
     return Sampler(store, **settings)
 
 
@@ -37,14 +49,20 @@ def test_an_epoch_holds_every_token_once(lengths: list[int], max_length: int, se
         assert following == cursor + 1
         assert 1 <= piece.length <= max_length
         seen.update((piece.document, token) for token in range(piece.start, piece.stop))
-        assert piece.length == max_length or piece.stop == lengths[piece.document], "full pieces and a rest"
-    assert seen == Counter((document, token) for document, length in enumerate(lengths) for token in range(length))
+        assert piece.length == max_length or piece.stop == lengths[piece.document], (
+            "full pieces and a rest"
+        )
+    assert seen == Counter(
+        (document, token) for document, length in enumerate(lengths) for token in range(length)
+    )
     assert subject.pieces == sum(-(-length // max_length) for length in lengths)
     assert (subject.long, subject.dropped) == (sum(length > max_length for length in lengths), 0)
 
 
 @given(lengths=lengths_strategy, global_tokens=st.integers(1, 500), seed=st.integers(0, 9))
-def test_a_step_takes_whole_pieces_until_it_is_full(lengths: list[int], global_tokens: int, seed: int) -> None:
+def test_a_step_takes_whole_pieces_until_it_is_full(
+    lengths: list[int], global_tokens: int, seed: int
+) -> None:
     subject = sampler(lengths, global_tokens=global_tokens, seed=seed)
     cursor = 0
     flat: list[Piece] = []
@@ -75,7 +93,10 @@ def test_every_epoch_and_seed_has_its_own_order() -> None:
     lengths = [1] * 50
 
     def order(seed: int, epoch: int) -> list[int]:
-        return [piece.document for piece in sampler(lengths, global_tokens=50, seed=seed).step(50 * epoch)[0]]
+        return [
+            piece.document
+            for piece in sampler(lengths, global_tokens=50, seed=seed).step(50 * epoch)[0]
+        ]
 
     orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
     assert all(sorted(each) == list(range(50)) for each in orders)
@@ -83,7 +104,8 @@ def test_every_epoch_and_seed_has_its_own_order() -> None:
 
 
 def test_the_order_is_the_one_of_earlier_versions() -> None:
-    # A run goes on with the documents that it would have had, also after NumPy or this file has changed.
+    # A run goes on with the documents that it would have had, also after NumPy or this file has
+    # changed.
     pieces, _ = sampler([10] * 8, global_tokens=80, seed=7).step(8)
     assert [piece.document for piece in pieces] == [6, 7, 2, 3, 5, 0, 1, 4]
 
@@ -91,7 +113,9 @@ def test_the_order_is_the_one_of_earlier_versions() -> None:
 def test_long_documents_are_refused_dropped_or_truncated() -> None:
     with pytest.raises(SamplerError) as caught:
         sampler([9, 25, 11], long_documents="error")
-    assert "document '1' has 25 tokens, and 2 of 3 documents have more than the 10 that fit" in str(caught.value)
+    assert "document '1' has 25 tokens, and 2 of 3 documents have more than the 10 that fit" in str(
+        caught.value
+    )
     assert "data.long_documents" in str(caught.value)
     assert sampler([9, 10], long_documents="error").pieces == 2
     subject = sampler([25, 10, 11, 3], global_tokens=13, long_documents="drop")
@@ -112,7 +136,9 @@ def test_conversations_are_not_cut_unless_that_is_asked_for() -> None:
         conversations(**some, long_documents=None)
     assert conversations(**some).pieces == 6
     held = np.array([False, True, False])
-    assert conversations(**some, long_documents=None, left_out=held).pieces == 4, "what is held out does not count"
+    assert conversations(**some, long_documents=None, left_out=held).pieces == 4, (
+        "what is held out does not count"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,10 +146,18 @@ def test_conversations_are_not_cut_unless_that_is_asked_for() -> None:
     [
         ([], {}, "there are no documents"),
         ([25, 11], {"long_documents": "drop"}, "all 2 have more than 10 tokens"),
-        ([5], {"long_documents": "cut"}, "long_documents is 'cut': it must be one of split, drop, error"),
+        (
+            [5],
+            {"long_documents": "cut"},
+            "long_documents is 'cut': it must be one of split, drop, error",
+        ),
         ([5], {"global_tokens": 0}, "global_tokens is 0"),
         ([5], {"max_length": 0}, "max_length 0"),
-        ([9000], {"max_length": 2, "global_tokens": 4_000_000}, "with 2 tokens per document, a step would have"),
+        (
+            [9000],
+            {"max_length": 2, "global_tokens": 4_000_000},
+            "with 2 tokens per document, a step would have",
+        ),
         ([5], {"seed": -1}, "seed is -1"),
         ([5], {"seed": 1 << 32}, "seed is 4294967296"),
     ],

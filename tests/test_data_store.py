@@ -33,7 +33,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def expected_labels(store: Store, document: int, end: int) -> list[int]:
-    """Returns the labels of a document cut at `end`, by definition: the next token if it may be a target, else -100."""
+    """Returns the labels of a document cut at `end`, by definition: the next token if it may be a
+    target, else -100."""
     tokens = store.read(document, 0, int(store.lengths[document]))[0]
     if document < len(LENGTHS):
         targets = [True] * len(tokens)
@@ -43,9 +44,12 @@ def expected_labels(store: Store, document: int, end: int) -> list[int]:
             assistant = message["role"] == "assistant"
             targets += [False] * len(f"<|im_start|>{message['role']}\n")
             targets += [assistant] * len(f"{message['content']}<|im_end|>".encode()) + [False]
-        targets[-1] = assistant  # the last line feed, and the end of the document after it: no single token ends a turn
+        # The last line feed, and the end of the document after it: no single token ends a turn.
+        targets[-1] = assistant
         targets.append(assistant)
-    return [int(tokens[i + 1]) if i + 1 < end and targets[i + 1] else IGNORED_LABEL for i in range(end)]
+    return [
+        int(tokens[i + 1]) if i + 1 < end and targets[i + 1] else IGNORED_LABEL for i in range(end)
+    ]
 
 
 def test_what_went_in_comes_out(store: Store) -> None:
@@ -94,7 +98,10 @@ def test_it_is_a_dataset_of_the_datasets_library(store: Store) -> None:
 
 
 def test_reading_a_store_needs_neither_torch_nor_datasets(store: Store) -> None:
-    code = f"import sys; from longctx.data.store.store import Store; Store.open({str(store.path)!r}).read(0, 0, 1)"
+    code = (
+        "import sys; from longctx.data.store.store import Store; "
+        f"Store.open({str(store.path)!r}).read(0, 0, 1)"
+    )
     check = "; assert not {'torch', 'datasets', 'pydantic'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True)
 
@@ -112,32 +119,64 @@ def test_another_request_is_refused_unless_overwritten(tmp_path: Path) -> None:
     old = byte_store(tmp_path, [20])
     source = open_corpus(str(write_jsonl(tmp_path / "other.jsonl", [{"text": "other " * 50}])))
     for options in ({"tokenizer": "bytes"}, {"tokenizer": "bpe", "vocab_size": 300}):
-        with pytest.raises(StoreError, match=r"holds a store of another source or other settings .*--overwrite"):
+        with pytest.raises(
+            StoreError, match=r"holds a store of another source or other settings .*--overwrite"
+        ):
             prepare(source, old.path, **options)
     assert Store.open(old.path).fingerprint == old.fingerprint
     assert prepare(source, old.path, tokenizer="bytes", overwrite=True).made
     new = Store.open(old.path)
     assert new.fingerprint != old.fingerprint
     assert new.lengths.tolist() == [301]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.jsonl", "store", "store.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "other.jsonl",
+        "store",
+        "store.jsonl",
+    ]
 
 
-def test_other_files_in_a_store_stay_and_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_in_a_store_stay_and_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = byte_store(tmp_path, [20, 30])
     source = write_jsonl(tmp_path / "other.jsonl", [{"text": "other " * 50}])
     (old.path / "notes.txt").write_text("mine")
     (old.path / "plots").mkdir()
     (old.path / "plots" / "lengths.png").write_text("mine")
-    command = ["prepare", "--source", str(source), "--out", str(old.path), "--tokenizer", "bytes", "--overwrite"]
+    command = [
+        "prepare",
+        "--source",
+        str(source),
+        "--out",
+        str(old.path),
+        "--tokenizer",
+        "bytes",
+        "--overwrite",
+    ]
     assert main(command) == 0
-    assert "notes.txt, plots/lengths.png: not written by longctx, left there" in capsys.readouterr().out
+    assert (
+        "notes.txt, plots/lengths.png: not written by longctx, left there"
+        in capsys.readouterr().out
+    )
     assert Store.open(old.path).lengths.tolist() == [301]
-    assert (old.path / "notes.txt").read_text() == "mine" == (old.path / "plots" / "lengths.png").read_text()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.jsonl", "store", "store.jsonl"]
+    assert (
+        (old.path / "notes.txt").read_text()
+        == "mine"
+        == (old.path / "plots" / "lengths.png").read_text()
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "other.jsonl",
+        "store",
+        "store.jsonl",
+    ]
 
 
-@pytest.mark.parametrize("name", ["data-00001.arrow", "request", "journal.jsonl", "tokenizer/tokenizer.json"])
-def test_a_file_in_a_store_with_a_name_of_its_files_is_not_replaced(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["data-00001.arrow", "request", "journal.jsonl", "tokenizer/tokenizer.json"]
+)
+def test_a_file_in_a_store_with_a_name_of_its_files_is_not_replaced(
+    tmp_path: Path, name: str
+) -> None:
     old = byte_store(tmp_path, [20])
     source = open_corpus(str(write_jsonl(tmp_path / "other.jsonl", [{"text": "other " * 50}])))
     mine = old.path / name
@@ -155,7 +194,11 @@ def test_what_is_not_a_store_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine", "utf-8")
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis.txt").write_text("mine", "utf-8")
-    for name, says in [("mine", "is not a store"), ("file", "is not a store"), ("new", "was not made by `longctx prepare`")]:
+    for name, says in [
+        ("mine", "is not a store"),
+        ("file", "is not a store"),
+        ("new", "was not made by `longctx prepare`"),
+    ]:
         with pytest.raises(StoreError, match=says):
             prepare(source, tmp_path / name, tokenizer="bytes", overwrite=True)
     assert (tmp_path / "mine" / "manifest.json").is_file()
@@ -178,7 +221,9 @@ def test_empty_corpus_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "texts" / "photo.jpg").write_bytes(b"\xff\xd8\x00")
     for tokenizer in ("bytes", "bpe"):
         with pytest.raises(
-            CorpusError, match=r"no document with text: 1 is empty, 1 files are not UTF-8 text \(photo.txt\), 1 × ending .jpg"
+            CorpusError,
+            match=r"no document with text: 1 is empty, 1 files are not UTF-8 text \(photo.txt\), 1 "
+            r"× ending .jpg",
         ):
             prepare(open_corpus(str(tmp_path / "texts")), tmp_path / "out", tokenizer=tokenizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["texts"]
@@ -195,7 +240,9 @@ def copy(store: Store, tmp_path: Path) -> Path:
 def changed(manifest: Path, **changes: Any) -> None:
     """Changes values of a manifest; None: omits them."""
     content = {**json.loads(manifest.read_text("utf-8")), **changes}
-    manifest.write_text(json.dumps({name: value for name, value in content.items() if value is not None}), "utf-8")
+    manifest.write_text(
+        json.dumps({name: value for name, value in content.items() if value is not None}), "utf-8"
+    )
 
 
 PART, MANIFEST = "data-00000.arrow", "manifest.json"
@@ -204,7 +251,11 @@ PART, MANIFEST = "data-00000.arrow", "manifest.json"
 @pytest.mark.parametrize(
     ("name", "damage", "says"),
     [
-        (PART, lambda file: os.truncate(file, file.stat().st_size - 1), rf"{PART} has .* bytes, but should have .*--overwrite"),
+        (
+            PART,
+            lambda file: os.truncate(file, file.stat().st_size - 1),
+            rf"{PART} has .* bytes, but should have .*--overwrite",
+        ),
         (PART, Path.unlink, f"{PART} is missing"),
         (PART, lambda file: file.write_bytes(b"x" * file.stat().st_size), "is damaged"),
         ("tokenizer.json", lambda file: file.write_bytes(b"x" * file.stat().st_size), "is damaged"),
@@ -214,23 +265,33 @@ PART, MANIFEST = "data-00000.arrow", "manifest.json"
             "is of format longctx-store 99, but this longctx reads longctx-store 1:",
         ),
         (MANIFEST, lambda file: changed(file, fingerprint=None), "damaged"),
-        *((MANIFEST, lambda file, text=text: file.write_text(text), "damaged") for text in ("{", "[]", "{}")),
+        *(
+            (MANIFEST, lambda file, text=text: file.write_text(text), "damaged")
+            for text in ("{", "[]", "{}")
+        ),
         (MANIFEST, Path.unlink, "is not a store: it has no manifest"),
     ],
     ids=range(10),
 )
-def test_a_damaged_store_is_refused(copy: Path, name: str, damage: Callable[[Path], object], says: str) -> None:
+def test_a_damaged_store_is_refused(
+    copy: Path, name: str, damage: Callable[[Path], object], says: str
+) -> None:
     damage(copy / name)
     with pytest.raises(StoreError, match=says):
         Store.open(copy)
 
 
-def test_a_store_that_is_not_there_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_store_that_is_not_there_is_refused_with_the_command_that_makes_it(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(
-        StoreError, match=r"there is no store at .*`longctx prepare --source YOUR_DATA --tokenizer CHECKPOINT --out"
+        StoreError,
+        match=r"there is no store at .*`longctx prepare --source YOUR_DATA --tokenizer CHECKPOINT "
+        r"--out",
     ):
         Store.open(tmp_path / "nowhere")
-    with pytest.raises(StoreError, match=r"`longctx prepare --out \S*python-stdlib`"):  # Python's own library, the default
+    # Python's own library, the default.
+    with pytest.raises(StoreError, match=r"`longctx prepare --out \S*python-stdlib`"):
         Store.open(tmp_path / "python-stdlib")
 
 
@@ -271,14 +332,28 @@ def letters(folder: Path) -> str:
 def test_lost_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["plain words", "Grüße", "日本" * 5 + "more plain words", "the end"]
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": text} for text in texts])
-    command = ["prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", letters(tmp_path)]
+    command = [
+        "prepare",
+        "--source",
+        str(source),
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        letters(tmp_path),
+    ]
     for made in (True, False):
         assert main([*command, "--json"]) == 0
         printed = capsys.readouterr()
         summary = json.loads(printed.out)
         assert (summary["made"], summary["tokens"], summary["unknown_tokens"]) == (made, 53, 17)
-        assert "warning: 17 of 53 tokens are unknown ones, for text that the tokenizer lacks, in 4 of 4" in printed.err
-        assert "documents; the first is s.jsonl:1" in printed.err and "--tokenizer bpe or bytes" in printed.err
+        assert (
+            "warning: 17 of 53 tokens are unknown ones, for text that the tokenizer lacks, in 4 of "
+            "4" in printed.err
+        )
+        assert (
+            "documents; the first is s.jsonl:1" in printed.err
+            and "--tokenizer bpe or bytes" in printed.err
+        )
     for tokenizer in ("bpe", "bytes"):
         assert main([*command[:-1], tokenizer, "--overwrite"]) == 0
         assert not capsys.readouterr().err
@@ -286,9 +361,13 @@ def test_lost_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_text_that_is_mostly_lost_is_refused(tmp_path: Path) -> None:
-    source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "日" * 980}, {"text": "plain words"}])))
+    source = open_corpus(
+        str(write_jsonl(tmp_path / "s.jsonl", [{"text": "日" * 980}, {"text": "plain words"}]))
+    )
     with pytest.raises(
-        TokenizerError, match=r"981 of 993 tokens are unknown ones.*more than half of the text must be kept: use a tokenizer"
+        TokenizerError,
+        match=r"981 of 993 tokens are unknown ones.*more than half of the text must be kept: use a "
+        r"tokenizer",
     ):
         prepare(source, tmp_path / "out", tokenizer=letters(tmp_path))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["letters.json", "s.jsonl"]
@@ -315,7 +394,9 @@ prepare(open_corpus(source), Path(out), vocab_size=300, progress=progress)
 """
 
 
-@pytest.mark.parametrize(("stage", "share", "finished"), [("training the tokenizer", 0.3, 0), ("tokenizing", 0.6, 6)])
+@pytest.mark.parametrize(
+    ("stage", "share", "finished"), [("training the tokenizer", 0.3, 0), ("tokenizing", 0.6, 6)]
+)
 def test_killed_preparation_leaves_no_store_and_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, share: float, finished: int
 ) -> None:
@@ -344,14 +425,18 @@ def test_killed_preparation_leaves_no_store_and_can_go_on(
     assert not (tmp_path / "out.partial").exists()
 
     prepare(open_corpus(str(source)), whole, **settings)  # in one go, for comparison
-    assert sorted(file.name for file in out.iterdir()) == sorted(file.name for file in whole.iterdir())
+    assert sorted(file.name for file in out.iterdir()) == sorted(
+        file.name for file in whole.iterdir()
+    )
     assert len(list(out.glob("*.arrow"))) == 6
     for file in whole.iterdir():
         assert (out / file.name).read_bytes() == file.read_bytes(), file.name
     assert len(Store.open(out)) == 12
 
 
-def test_interrupted_preparation_of_another_source_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_preparation_of_another_source_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("longctx.data.store.writer.PART_TOKENS", 1)
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": text_of(100, seed)} for seed in range(4)])
 
@@ -388,7 +473,17 @@ def test_command_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     (texts / "a.txt").write_text("twelve bytes", "utf-8")
     (texts / "b.txt").write_bytes(b"\xff")
     (texts / "c.bin").write_bytes(b"\xff")
-    command = ["prepare", "--source", str(texts), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--workers", "2"]
+    command = [
+        "prepare",
+        "--source",
+        str(texts),
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "2",
+    ]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "written in" in out
@@ -399,4 +494,8 @@ def test_command_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*command, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["made"], summary["documents"], summary["tokens"]) == (False, 1, 13)
-    assert (summary["longest_name"], summary["longest_length"], summary["skipped_names"]) == ("a.txt", 13, ["b.txt"])
+    assert (summary["longest_name"], summary["longest_length"], summary["skipped_names"]) == (
+        "a.txt",
+        13,
+        ["b.txt"],
+    )

@@ -13,7 +13,14 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from longctx.data.records.chat import ChatML
 from longctx.data.records.messages import parse_messages
-from longctx.data.records.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, byte_vocabulary, fingerprint, same_tokens
+from longctx.data.records.tokenizer import (
+    END_OF_DOCUMENT,
+    Tokenizer,
+    TokenizerError,
+    byte_vocabulary,
+    fingerprint,
+    same_tokens,
+)
 from longctx.data.store.prepare import prepare
 from tests.data_cases import CONVERSATION, text_of
 
@@ -73,7 +80,10 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "tokenizer.json")
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.fingerprint == tokenizer.fingerprint
-    assert (loaded.vocab_size, loaded.end_of_document) == (tokenizer.vocab_size, tokenizer.end_of_document)
+    assert (loaded.vocab_size, loaded.end_of_document) == (
+        tokenizer.vocab_size,
+        tokenizer.end_of_document,
+    )
     assert loaded.is_bytes == tokenizer.is_bytes
     assert loaded.encode("some text").tolist() == tokenizer.encode("some text").tolist()
 
@@ -84,7 +94,9 @@ def test_given_tokenizer_json(tmp_path: Path) -> None:
     inner.enable_padding(length=9)
     file = tmp_path / "tokenizer.json"
     inner.save(str(file))
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: none of <\|endoftext\|>.*--end-of-document TOKEN"):
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer\.json: none of <\|endoftext\|>.*--end-of-document TOKEN"
+    ):
         Tokenizer.load(file)
     tokenizer = Tokenizer.load(file, "stop")
     assert tokenizer.end_of_document == 3
@@ -94,7 +106,9 @@ def test_given_tokenizer_json(tmp_path: Path) -> None:
         Tokenizer.load(file, "end")
 
 
-def tokenizer_of(model: models.Model, pre_tokenizer: Any = None, normalizer: Any = None) -> Tokenizer:
+def tokenizer_of(
+    model: models.Model, pre_tokenizer: Any = None, normalizer: Any = None
+) -> Tokenizer:
     inner = TokenizerJson(model)
     if pre_tokenizer is not None:
         inner.pre_tokenizer = pre_tokenizer
@@ -104,9 +118,14 @@ def tokenizer_of(model: models.Model, pre_tokenizer: Any = None, normalizer: Any
 
 
 LETTERS = {letter: number for number, letter in enumerate("abcdeÃ▁")} | {"</s>": 7, "<unk>": 8}
-FEWER_BYTES = {token: byte for token, byte in byte_vocabulary().items() if byte not in (4, 0xF1, 0xC0)} | {"</s>": 256}
+FEWER_BYTES = {
+    token: byte for token, byte in byte_vocabulary().items() if byte not in (4, 0xF1, 0xC0)
+} | {"</s>": 256}
 HEX = {f"<0x{byte:02X}>": 9 + byte for byte in range(256)}
-PIECES: list[tuple[str, float]] = [("<unk>", 0.0), *((piece, -1.0) for piece in LETTERS if piece != "<unk>")]
+PIECES: list[tuple[str, float]] = [
+    ("<unk>", 0.0),
+    *((piece, -1.0) for piece in LETTERS if piece != "<unk>"),
+]
 
 
 @pytest.mark.parametrize(
@@ -114,18 +133,33 @@ PIECES: list[tuple[str, float]] = [("<unk>", 0.0), *((piece, -1.0) for piece in 
     [
         # One unknown token for all of a text, for a word, or for each character.
         (models.WordLevel(LETTERS, unk_token="<unk>"), None, "abc déf ü", 1),
-        (models.WordLevel(LETTERS, unk_token="<unk>"), pre_tokenizers.Whitespace(), "a fün b\n日本 c", 2),
+        (
+            models.WordLevel(LETTERS, unk_token="<unk>"),
+            pre_tokenizers.Whitespace(),
+            "a fün b\n日本 c",
+            2,
+        ),
         (models.WordPiece(LETTERS, unk_token="<unk>"), pre_tokenizers.Whitespace(), "a fün b", 1),
         (models.BPE(LETTERS, [], unk_token="<unk>"), None, "abcdéf", 2),
         (models.BPE(LETTERS, [], unk_token="<unk>", fuse_unk=True), None, "abc日本語ed", 1),
         (models.Unigram(PIECES, 0, False), pre_tokenizers.Metaspace(), "abxx cz", 2),
-        (models.BPE(LETTERS | {"<0xC3>": 9}, [], unk_token="<unk>", byte_fallback=True), None, "abÃü", 1),
+        (
+            models.BPE(LETTERS | {"<0xC3>": 9}, [], unk_token="<unk>", byte_fallback=True),
+            None,
+            "abÃü",
+            1,
+        ),
         (models.BPE(LETTERS | HEX, [], byte_fallback=True), None, "abc日本", 0),
     ],
 )
 def test_unknown_tokens_are_known(model: Any, pre_tokenizer: Any, text: str, unknown: int) -> None:
     tokenizer = tokenizer_of(model, pre_tokenizer)
-    assert tokenizer.encode(text).tolist().count(-1 if tokenizer.unknown is None else tokenizer.unknown) == unknown
+    assert (
+        tokenizer.encode(text)
+        .tolist()
+        .count(-1 if tokenizer.unknown is None else tokenizer.unknown)
+        == unknown
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,12 +168,19 @@ def test_unknown_tokens_are_known(model: Any, pre_tokenizer: Any, text: str, unk
         (models.BPE(LETTERS, []), pre_tokenizers.Metaspace(), None),
         (models.BPE(LETTERS, []), pre_tokenizers.ByteLevel(add_prefix_space=False), None),
         (models.BPE(LETTERS | {"<0xC3>": 9}, [], byte_fallback=True), None, None),
-        (models.BPE(FEWER_BYTES, []), pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC()),
+        (
+            models.BPE(FEWER_BYTES, []),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            normalizers.NFC(),
+        ),
     ],
 )
-def test_a_tokenizer_that_drops_characters_is_refused(model: Any, pre_tokenizer: Any, normalizer: Any) -> None:
+def test_a_tokenizer_that_drops_characters_is_refused(
+    model: Any, pre_tokenizer: Any, normalizer: Any
+) -> None:
     with pytest.raises(
-        TokenizerError, match="drops characters that its vocabulary lacks without a trace: set unk_token in its"
+        TokenizerError,
+        match="drops characters that its vocabulary lacks without a trace: set unk_token in its",
     ):
         tokenizer_of(model, pre_tokenizer, normalizer)
 
@@ -151,14 +192,21 @@ def test_a_tokenizer_that_cannot_encode_a_text_says_so() -> None:
 
 def test_conversations_need_their_markers() -> None:
     """Roles encoded as unknown tokens could not be distinguished."""
-    vocabulary = LETTERS | {letter: 20 + number for number, letter in enumerate("fghijklmnopqrstuvwxyzGAß.B_? ü\nI")}
+    vocabulary = LETTERS | {
+        letter: 20 + number for number, letter in enumerate("fghijklmnopqrstuvwxyzGAß.B_? ü\nI")
+    }
     inner = TokenizerJson(models.BPE(vocabulary, [], unk_token="<unk>"))
     messages = parse_messages(CONVERSATION)
     contents = [np.zeros(1, np.uint16)] * len(messages)
-    with pytest.raises(TokenizerError, match=r"lacks characters of the marker '<\|im_start\|>system.n': use a tokenizer"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"lacks characters of the marker '<\|im_start\|>system.n': use a tokenizer",
+    ):
         ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    assert len(ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})[0]) > len(messages)
+    assert len(ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})[0]) > len(
+        messages
+    )
 
 
 def test_fingerprint_ignores_formatting_padding_and_truncation() -> None:
@@ -170,7 +218,9 @@ def test_fingerprint_ignores_formatting_padding_and_truncation() -> None:
 
 
 def test_unusable_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="vocabulary size is 256: byte-level BPE needs at least 257"):
+    with pytest.raises(
+        TokenizerError, match="vocabulary size is 256: byte-level BPE needs at least 257"
+    ):
         Tokenizer.train(TEXTS, 256)
     with pytest.raises(TokenizerError, match=r"nowhere.* cannot be read as a tokenizer.json"):
         Tokenizer.load(tmp_path / "nowhere")
@@ -206,7 +256,11 @@ def test_a_tokenizer_that_removes_the_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_byte_level_tokenizer_may_lack_bytes_of_no_text() -> None:
     """As SmolLM2's, which lacks control characters."""
-    tokenizer = tokenizer_of(models.BPE(FEWER_BYTES, []), pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = tokenizer_of(
+        models.BPE(FEWER_BYTES, []), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    )
     assert tokenizer.encode("a\nö").tolist() == list("a\nö".encode())
-    with pytest.raises(TokenizerError, match=r"would drop bytes of a text that begins with 'a.*': it lacks b'.x04'"):
+    with pytest.raises(
+        TokenizerError, match=r"would drop bytes of a text that begins with 'a.*': it lacks b'.x04'"
+    ):
         tokenizer.encode("a\x04")

@@ -1,4 +1,5 @@
-"""README and docs: commands run or at least parse, links and anchors resolve, figures are those of bench/results."""
+"""README and docs: commands run or at least parse, links and anchors resolve, figures are those of
+bench/results."""
 
 import argparse
 import contextlib
@@ -49,7 +50,11 @@ def longctx_arguments(command: list[str]) -> list[str] | None:
     """Arguments of `longctx`, called directly or under torchrun; None for other commands."""
     if command[0] == "longctx":
         return command[1:]
-    return command[command.index("longctx") + 1 :] if command[0] == "torchrun" and "longctx" in command else None
+    return (
+        command[command.index("longctx") + 1 :]
+        if command[0] == "torchrun" and "longctx" in command
+        else None
+    )
 
 
 # --- every command
@@ -63,10 +68,13 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "command"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else value.name
+    ("page", "command"),
+    COMMANDS,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
 )
 def test_commands_exist(page: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks options, settings, files, extras and targets of every command, also of those that are not run below."""
+    """Checks options, settings, files, extras and targets of every command, also of those that are
+    not run below."""
     while "=" in command[0]:
         command = command[1:]
     for word in command:
@@ -80,11 +88,15 @@ def test_commands_exist(page: Path, command: list[str], monkeypatch: pytest.Monk
                 cli.main(arguments)
         else:
             assert cli.main(arguments) == 0
-        assert {override.split("=")[0] for override in cli.split_overrides(arguments)[1]} <= set(SETTINGS)
+        assert {override.split("=")[0] for override in cli.split_overrides(arguments)[1]} <= set(
+            SETTINGS
+        )
     elif command[0] == "make":
         assert re.search(rf"^{command[1]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     elif command[0] == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+            "optional-dependencies"
+        ]
         assert set(re.findall(r"\[(\w+)\]", command[-1])) <= set(extras)
     else:
         assert command[0] in ("torchrun", "python", "tensorboard", "sbatch", "kubectl", "lm_eval")
@@ -105,37 +117,58 @@ MENTION = re.compile(rf"\blongctx ({'|'.join(cli.COMMANDS)})\b([^`\n;)|#]*)")
 
 
 def files_of(*folders: str) -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [ROOT / name for name in listed.split("\0") if name and not name.endswith((".png", ".csv"))]
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    files = [
+        ROOT / name for name in listed.split("\0") if name and not name.endswith((".png", ".csv"))
+    ]
     return [file for file in files if file.is_file() and not file.is_symlink()]
 
 
 def options_of(command: str) -> set[str]:
     parser, module = argparse.ArgumentParser(), cli._module(command)
     module.add_arguments(parser)
-    return {*parser._option_string_actions, *(["--processes"] if hasattr(module, "PROCESSES") else [])}
+    return {
+        *parser._option_string_actions,
+        *(["--processes"] if hasattr(module, "PROCESSES") else []),
+    }
 
 
 def test_every_mention_of_a_command_exists() -> None:
-    """In scripts, examples, pages, help and messages: command, options and settings are those that parsers know."""
+    """In scripts, examples, pages, help and messages: command, options and settings are those that
+    parsers know."""
     known = {command: options_of(command) for command in cli.COMMANDS}
     wrong, found = [], 0
     for file in files_of(".", ":!tests", ":!tools"):
         text = re.sub(r"\\\n\s*|\"\n\s*f?\"", " ", file.read_text("utf-8"))
-        calls = [one or other for one, other in CALL.findall(text) if file.name != "launch.py"]  # which names no command
+        # Which names no command.
+        calls = [one or other for one, other in CALL.findall(text) if file.name != "launch.py"]
         wrong += [f"{file.name}: longctx {name}" for name in calls if name not in known]
         for name, rest in MENTION.findall(text.replace("\\n", "\n")):
             found += 1
-            options = re.findall(r"(?<=\s)--[a-zA-Z_]+(?:[\w-]|\.\w)*", rest.partition("torchrun")[0])
+            options = re.findall(
+                r"(?<=\s)--[a-zA-Z_]+(?:[\w-]|\.\w)*", rest.partition("torchrun")[0]
+            )
             settings = {option for option in options if option[2:].replace("-", "_") in SETTINGS}
-            wrong += [f"{file.name}: longctx {name} {option}" for option in {*options} - settings - known[name]]
+            wrong += [
+                f"{file.name}: longctx {name} {option}"
+                for option in {*options} - settings - known[name]
+            ]
     assert found > 250 and wrong == []
 
 
 # --- commands that two cores can run
 
 
-SMALL = ["--batch.global_tokens", "4096", "--batch.tokens_per_rank", "2048", "--checkpoint.every", "1"]
+SMALL = [
+    "--batch.global_tokens",
+    "4096",
+    "--batch.tokens_per_rank",
+    "2048",
+    "--checkpoint.every",
+    "1",
+]
 
 
 def why_not_run(command: list[str]) -> str:
@@ -150,25 +183,42 @@ def why_not_run(command: list[str]) -> str:
         r"|runs/(?:mine|extended|summaries) (OUT|--store)",
         text,
     ):
-        return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py and test_encoders.py run it"
+        return (
+            "needs a checkpoint: tests/test_finetune.py, test_evaluation.py and "
+            "test_encoders.py run it"
+        )
     if "check-step" in command or "bench.check" in text:
         return "ends with 1, as it finds a fault, or takes minutes: tests/test_check_step.py"
-    if re.search(r"-m gpu|cuda|first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
+    if re.search(
+        r"-m gpu|cuda|first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes",
+        text,
+    ):
         return "needs a GPU or minutes"
-    return "other tests run it" if text in ("longctx prepare", "longctx config") or "finetune" in text else ""
+    return (
+        "other tests run it"
+        if text in ("longctx prepare", "longctx config") or "finetune" in text
+        else ""
+    )
 
 
 def run(command: list[str], folder: Path, steps: int) -> str:
     """Runs a command in `folder`, with `steps` small steps if it trains, and returns its output.
 
-    Processes that it starts are made by the fork server of the tests; tests/test_launch.py starts torchrun.
+    Processes that it starts are made by the fork server of the tests; tests/test_launch.py starts
+    torchrun.
     """
     arguments, ranks = longctx_arguments(command), 1
     if command[0] == "torchrun":
         ranks = int(command[command.index("--nproc-per-node") + 1])
     if arguments is None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        process = subprocess.run([sys.executable, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True)
+        process = subprocess.run(
+            [sys.executable, *command[1:]],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert process.returncode == 0, f"{shlex.join(command)}\n{process.stdout}\n{process.stderr}"
         return process.stdout
     if "--processes" in arguments:
@@ -184,7 +234,8 @@ def run(command: list[str], folder: Path, steps: int) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the files that commands refer to: texts, small stores, a file of lengths, settings, and the examples."""
+    """A folder with the files that commands refer to: texts, small stores, a file of lengths,
+    settings, and the examples."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(40):
@@ -198,7 +249,9 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / "stores" / name).symlink_to(store)
     (tmp_path / "lengths.txt").write_text("\n".join(["60000", "9000", *["700"] * 60]))
     (tmp_path / "groups.jsonl").write_text('{"prompt": 2048, "completions": [256, 300, 180]}\n' * 4)
-    (tmp_path / "run.yaml").write_text(f"data: {{store: {store}, max_length: 1500}}\nmodel: {{vocab_size: 257}}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"data: {{store: {store}, max_length: 1500}}\nmodel: {{vocab_size: 257}}\n"
+    )
     for name in ("examples", "bench"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
@@ -228,32 +281,55 @@ def test_the_commands_of_a_page(page: Path, folder: Path) -> None:
     run_page(page, folder)
 
 
-PYTHON = [(page, block) for page in PAGES for block in fences(page, "python") if block.startswith("import longctx")]
+PYTHON = [
+    (page, block)
+    for page in PAGES
+    for block in fences(page, "python")
+    if block.startswith("import longctx")
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), PYTHON, ids=lambda value: value.name if isinstance(value, Path) else "")
-def test_python_blocks(page: Path, block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "block"), PYTHON, ids=lambda value: value.name if isinstance(value, Path) else ""
+)
+def test_python_blocks(
+    page: Path, block: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("longctx.start._train", lambda *arguments: (True, 1))
     exec(compile(block, page.name, "exec"), {})
 
 
 def test_the_error_in_the_guide_is_the_one_that_is_printed(folder: Path) -> None:
-    (block,) = [text for text in fences(ROOT / "docs" / "configuration.md", "text") if "2 problems" in text]
+    (block,) = [
+        text for text in fences(ROOT / "docs" / "configuration.md", "text") if "2 problems" in text
+    ]
     (folder / "run.yaml").write_text("batch: {tokens_per_rnk: 4096}\ncontext: {degree: 4}\n")
     with pytest.raises(ConfigError) as caught:
         longctx.load_config(folder / "run.yaml")
-    assert block.strip() == f"longctx train: error: {caught.value}".replace(str(folder / "run.yaml"), "run.yaml")
+    assert block.strip() == f"longctx train: error: {caught.value}".replace(
+        str(folder / "run.yaml"), "run.yaml"
+    )
 
 
 def test_numbers_of_exact_models_are_those_of_their_pages() -> None:
     exact = [
-        re.search(r": (\d+) exact", (ROOT / "docs" / f"{name}.md").read_text("utf-8")) for name in ("families", "encoders")
+        re.search(r": (\d+) exact", (ROOT / "docs" / f"{name}.md").read_text("utf-8"))
+        for name in ("families", "encoders")
     ]
     causal, encoders = (found[1] for found in exact if found is not None)
-    pages = [README, ROOT / "CHANGELOG.md", ROOT / "docs" / "why-not.md", ROOT / "docs" / "transformers.md"]
-    said = [found for page in pages for found in re.findall(r"\b(\d+) causal and (\d+) encoder", page.read_text("utf-8"))]
+    pages = [
+        README,
+        ROOT / "CHANGELOG.md",
+        ROOT / "docs" / "why-not.md",
+        ROOT / "docs" / "transformers.md",
+    ]
+    said = [
+        found
+        for page in pages
+        for found in re.findall(r"\b(\d+) causal and (\d+) encoder", page.read_text("utf-8"))
+    ]
     assert len(said) >= 3 and set(said) == {(causal, encoders)}
 
 
@@ -262,7 +338,9 @@ def test_every_job_that_runs_has_a_test() -> None:
     rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
     cells = [cell.strip() for row in rows for cell in row.split("|")[2:-1]]
     tests = [re.findall(r"`(test_\w+\.py)`", cell) for cell in cells]
-    assert len(rows) > 12 and all(bool(named) != (cell == "–") for cell, named in zip(cells, tests, strict=True))
+    assert len(rows) > 12 and all(
+        bool(named) != (cell == "–") for cell, named in zip(cells, tests, strict=True)
+    )
     assert all((ROOT / "tests" / name).is_file() for named in tests for name in named)
 
 
@@ -279,7 +357,9 @@ def anchors(page: Path) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=name_of
+)
 def test_links_resolve(page: Path) -> None:
     text = FENCE.sub("", page.read_text("utf-8"))
     for link in re.findall(r"\]\(<?([^)>\s]+)>?\)", text):
@@ -301,9 +381,20 @@ def test_the_navigation_has_every_page() -> None:
 
     listed = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in DOCS)
-    features, evidence = README.read_text("utf-8"), (ROOT / "docs" / "evidence" / "index.md").read_text("utf-8")
-    assert all(f"](docs/{name})" in features for name in listed if name != "index.md" and not name.startswith("evidence/"))
-    assert all(f"]({page.name})" in evidence for page in (ROOT / "docs" / "evidence").glob("*.md") if page.name != "index.md")
+    features, evidence = (
+        README.read_text("utf-8"),
+        (ROOT / "docs" / "evidence" / "index.md").read_text("utf-8"),
+    )
+    assert all(
+        f"](docs/{name})" in features
+        for name in listed
+        if name != "index.md" and not name.startswith("evidence/")
+    )
+    assert all(
+        f"]({page.name})" in evidence
+        for page in (ROOT / "docs" / "evidence").glob("*.md")
+        if page.name != "index.md"
+    )
 
 
 def test_the_readme_is_short() -> None:
@@ -313,35 +404,59 @@ def test_the_readme_is_short() -> None:
 def test_the_pages_are_short() -> None:
     """Without generated pages and tables. Who adds an answer shortens another one."""
     generated = re.compile(r"<!-- ([\w :-]+) -->.*?<!-- end of [\w ]+ -->", re.DOTALL)
-    written = [page for page in PAGES if page.name not in ("settings.md", "families.md", "encoders.md", "names.md")]
-    words = {name_of(page): len(generated.sub("", page.read_text("utf-8")).split()) for page in written}
+    written = [
+        page
+        for page in PAGES
+        if page.name not in ("settings.md", "families.md", "encoders.md", "names.md")
+    ]
+    words = {
+        name_of(page): len(generated.sub("", page.read_text("utf-8")).split()) for page in written
+    }
     assert sum(words.values()) <= 26_300, sorted(words.items(), key=lambda item: -item[1])[:5]
 
 
 @pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]  # --quiet would hide warnings
+    # --quiet would hide warnings.
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     process = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     linked = {
-        name for page in (ROOT / "docs").glob("*.md") for name in re.findall(r"\]\(\.\./([^)#]+)", page.read_text("utf-8"))
+        name
+        for page in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"\]\(\.\./([^)#]+)", page.read_text("utf-8"))
     }
     assert "examples/quickstart.yaml" in linked
     for name in linked:
         assert list((tmp_path / "repository").glob(f"{name}*")), f"the site lacks {name}"
-    assert "repository/examples/quickstart.yaml" in (tmp_path / "configuration" / "index.html").read_text("utf-8")
-    assert "repository/bench/results/parity.csv" in (tmp_path / "evidence" / "exact" / "index.html").read_text("utf-8")
+    assert "repository/examples/quickstart.yaml" in (
+        tmp_path / "configuration" / "index.html"
+    ).read_text("utf-8")
+    assert "repository/bench/results/parity.csv" in (
+        tmp_path / "evidence" / "exact" / "index.html"
+    ).read_text("utf-8")
 
 
 FOREIGN = re.compile(r"pip install ['\"]?longctx\b|\blongctx\[|longctx/longctx|git clone …")
 
 
 def test_no_text_names_the_registrys_package_or_an_address_that_does_not_exist() -> None:
-    """`longctx` on the registry is somebody else's program, and the repository has no public address yet."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    texts = {name: (ROOT / name) for name in filter(None, listed.split("\0")) if name != "tests/test_docs.py"}
+    """`longctx` on the registry is somebody else's program, and the repository has no public
+    address yet."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    texts = {
+        name: (ROOT / name)
+        for name in filter(None, listed.split("\0"))
+        if name != "tests/test_docs.py"
+    }
     for name, path in texts.items():
-        if path.is_file() and not path.is_symlink() and path.suffix not in (".png", ".arrow", ".distcp"):
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and path.suffix not in (".png", ".arrow", ".distcp")
+        ):
             found = FOREIGN.search(path.read_text("utf-8", "replace"))
             assert found is None, f"{name}: {found and found[0]}"
 
@@ -350,7 +465,8 @@ def test_no_text_names_the_registrys_package_or_an_address_that_does_not_exist()
 
 
 def test_figures_are_those_of_the_benchmarks() -> None:
-    """`python bench/figures.py` writes them into the pages; nothing between its comments is written by hand."""
+    """`python bench/figures.py` writes them into the pages; nothing between its comments is written
+    by hand."""
     used = []
     for page in figures.PAGES:
         text = page.read_text("utf-8")

@@ -1,4 +1,5 @@
-"""torchrun goes on with the nodes that are left when one dies, and with one more when it comes back."""
+"""torchrun goes on with the nodes that are left when one dies, and with one more when it comes
+back."""
 
 import os
 import re
@@ -18,13 +19,24 @@ from tests.training_cases import SMALL, make_store, steps_in, train
 from tests.workers import Workers
 
 STEPS, LIMIT_S = 3000, 400
-SETTINGS = ["batch.tokens_per_rank=1500", f"train.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=null"]
+SETTINGS = [
+    "batch.tokens_per_rank=1500",
+    f"train.steps={STEPS}",
+    "checkpoint.every=5",
+    "checkpoint.keep=null",
+]
 TIMES = "join_timeout=300,read_timeout=300,last_call_timeout=20,keep_alive_interval=3,keep_alive_max_attempt=6"
 
 
 def children(pid: int) -> list[int]:
-    """All processes below `pid`: torchrun's workers are in sessions of their own and outlive a killed agent."""
-    found = [int(line) for line in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()]
+    """All processes below `pid`: torchrun's workers are in sessions of their own and outlive a
+    killed agent."""
+    found = [
+        int(line)
+        for line in subprocess.run(
+            ["pgrep", "-P", str(pid)], capture_output=True, text=True
+        ).stdout.split()
+    ]
     return [*found, *(grandchild for child in found for grandchild in children(child))]
 
 
@@ -32,18 +44,50 @@ class Agent:
     """One node: a torchrun on this machine, with its output in a file."""
 
     def __init__(self, name: str, folder: Path, port: int) -> None:
-        settings = [f"--{setting}" for setting in [*SMALL, *SETTINGS, f"data.store={folder / 'store'}"]]
+        settings = [
+            f"--{setting}" for setting in [*SMALL, *SETTINGS, f"data.store={folder / 'store'}"]
+        ]
         self.output = folder / f"{name}.txt"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"),
-            *("--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", f"localhost:{port}"),
-            *("--rdzv-conf", f"is_host={int(name == 'first')},{TIMES}", "-m", "longctx", "train", *settings),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "1:2",
+                "--nproc-per-node",
+                "1",
+                "--max-restarts",
+                "3",
+            ),
+            *(
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-id",
+                "elastic",
+                "--rdzv-endpoint",
+                f"localhost:{port}",
+            ),
+            *(
+                "--rdzv-conf",
+                f"is_host={int(name == 'first')},{TIMES}",
+                "-m",
+                "longctx",
+                "train",
+                *settings,
+            ),
             *(f"--train.run_dir={folder / 'run'}", "--resume-if-any"),
         ]
-        # Without it an agent that joins later waits for an address that the others told each other before.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        # Without it an agent that joins later waits for an address that the others told each other
+        # before.
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
         with self.output.open("wb") as stream:
-            self.process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=stream, stderr=stream, start_new_session=True
+            )
 
     @property
     def said(self) -> str:
@@ -63,7 +107,8 @@ class Agent:
 
 @pytest.mark.slow
 def test_a_node_leaves_and_joins_again(workers: Workers, tmp_path: Path) -> None:
-    """Losses are those of one process, and those of a run whose number of ranks was changed by hand bit by bit."""
+    """Losses are those of one process, and those of a run whose number of ranks was changed by hand
+    bit by bit."""
     store, run, port = make_store(tmp_path), tmp_path / "run", free_port()
     first, second = agents = [Agent(name, tmp_path, port) for name in ("first", "second")]
 
@@ -90,9 +135,17 @@ def test_a_node_leaves_and_joins_again(workers: Workers, tmp_path: Path) -> None
     steps, (left,), (_, joined) = steps_in(run), begun(1), begun(2)
     assert [step["step"] for step in steps] == [*range(1, len(steps) + 1)]
     assert 10 <= left < joined
-    alone: list[StepMetrics] = workers.run(train, 1, store, tmp_path / "alone", SETTINGS, len(steps))[0]
-    assert [step["loss"] for step in steps] == pytest.approx([metrics.loss for metrics in alone], rel=1e-4)
+    alone: list[StepMetrics] = workers.run(
+        train, 1, store, tmp_path / "alone", SETTINGS, len(steps)
+    )[0]
+    assert [step["loss"] for step in steps] == pytest.approx(
+        [metrics.loss for metrics in alone], rel=1e-4
+    )
     by_hand = tmp_path / "by hand"
-    shutil.copytree(run / "checkpoints" / f"step-{left:06d}", by_hand / "checkpoints" / f"step-{left:06d}")
-    changed: list[StepMetrics] = workers.run(train, 1, store, by_hand, SETTINGS, joined - left, True)[0]
+    shutil.copytree(
+        run / "checkpoints" / f"step-{left:06d}", by_hand / "checkpoints" / f"step-{left:06d}"
+    )
+    changed: list[StepMetrics] = workers.run(
+        train, 1, store, by_hand, SETTINGS, joined - left, True
+    )[0]
     assert [metrics.loss for metrics in changed] == [step["loss"] for step in steps[left:joined]]

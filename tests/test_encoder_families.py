@@ -1,4 +1,5 @@
-"""Every model for masked tokens of the installed transformers is exact, refused with a reason, or not buildable when tiny.
+"""Every model for masked tokens of the installed transformers is exact, refused with a reason, or
+not buildable when tiny.
 
 docs/encoders.md has the results. To write it again (takes minutes), run
 
@@ -44,11 +45,18 @@ Written by `python -m tests.test_encoder_families`, checked by `pytest -m slow t
 @pytest.mark.slow
 def test_every_encoder_is_exact_or_refused(workers: Workers) -> None:
     findings = find_all(workers, FAMILIES, classify)
-    assert not {kind: finding for kind, finding in findings.items() if finding["kind"] not in OUTCOMES}
-    assert min(finding["mixing"] for finding in findings.values() if finding["kind"] == "exact") > MIXING
+    assert not {
+        kind: finding for kind, finding in findings.items() if finding["kind"] not in OUTCOMES
+    }
+    assert (
+        min(finding["mixing"] for finding in findings.values() if finding["kind"] == "exact")
+        > MIXING
+    )
     written = TABLE.read_text("utf-8")
     if f"transformers {transformers.__version__} " in written:
-        assert outcomes(render(findings, HEADER, FAMILIES)) == outcomes(written), "write it again (see above)"
+        assert outcomes(render(findings, HEADER, FAMILIES)) == outcomes(written), (
+            "write it again (see above)"
+        )
 
 
 def test_the_table_lists_every_encoder() -> None:
@@ -56,16 +64,23 @@ def test_the_table_lists_every_encoder() -> None:
     rows = outcomes(written)
     assert {outcome for _, outcome, _ in rows.values()} == set(OUTCOMES)
     assert all(text for _, outcome, text in rows.values() if outcome != "exact")
-    assert {kind for kind in ("bert", "roberta", "modernbert") if rows[kind][1] == "exact"} == {"bert", "roberta", "modernbert"}
+    assert {kind for kind in ("bert", "roberta", "modernbert") if rows[kind][1] == "exact"} == {
+        "bert",
+        "roberta",
+        "modernbert",
+    }
     if f"transformers {transformers.__version__} " in written:
         assert {kind: name for kind, (name, _, _) in rows.items()} == FAMILIES
 
 
 @pytest.mark.parametrize("place", ["absolute", "rotary"])
 def test_a_scale_by_the_share_of_masks_in_the_row_is_noticed(place: str) -> None:
-    """ESM scales all embeddings by it, if so configured: documents in one row would change each other."""
+    """ESM scales all embeddings by it, if so configured: documents in one row would change each
+    other."""
     prepare(build("esm", position_embedding_type=place, token_dropout=False), causal=False)
-    with pytest.raises(HuggingFaceError, match="mixes tokens outside transformers' attention interface"):
+    with pytest.raises(
+        HuggingFaceError, match="mixes tokens outside transformers' attention interface"
+    ):
         prepare(build("esm", position_embedding_type=place, token_dropout=True), causal=False)
 
 

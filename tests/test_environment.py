@@ -1,4 +1,5 @@
-"""The environment of a process: torchrun's variables are believed if they can be, and tasks of other launchers are refused."""
+"""The environment of a process: torchrun's variables are believed if they can be, and tasks of
+other launchers are refused."""
 
 from pathlib import Path
 
@@ -37,11 +38,17 @@ def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("variables", TASKS, ids=str)
 def test_tasks_that_would_each_train_alone_are_refused(
-    variables: dict[str, str], store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: dict[str, str],
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     given(monkeypatch, variables)
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}"]
-    with pytest.raises(UserError, match=r"torchrun started none of them, .*srun --ntasks-per-node 1 torchrun"):
+    with pytest.raises(
+        UserError, match=r"torchrun started none of them, .*srun --ntasks-per-node 1 torchrun"
+    ):
         longctx.train(load(None, settings))
     options = [f"--{setting}" for setting in settings]
     for command in (["train"], ["measure"], ["calibrate"]):
@@ -53,7 +60,9 @@ def test_tasks_that_would_each_train_alone_are_refused(
 
 
 @pytest.mark.parametrize("variables", TASKS[1:], ids=str)
-def test_tasks_do_not_start_processes_each(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_do_not_start_processes_each(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given(monkeypatch, variables)
     with pytest.raises(UserError, match=r"--processes is 4, but .* each would run alone"):
         launches(4)
@@ -71,7 +80,13 @@ def test_the_script_of_an_allocation_starts_processes(monkeypatch: pytest.Monkey
         {},
         {"SLURM_NTASKS": "1"},
         {"SLURM_NTASKS": "many"},
-        {"SLURM_NTASKS": "8", "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"},
+        {
+            "SLURM_NTASKS": "8",
+            "RANK": "3",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "3",
+            "LOCAL_WORLD_SIZE": "8",
+        },
         {"SLURM_NTASKS": "8", "RANK": "0", "WORLD_SIZE": "1"},
         {"OMPI_COMM_WORLD_SIZE": "1"},
     ],
@@ -93,7 +108,9 @@ def test_others_run(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) 
         ({"RANK": "-1", "WORLD_SIZE": "8"}, "it must be a number"),
     ],
 )
-def test_places_that_cannot_be(variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_cannot_be(
+    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given(monkeypatch, variables)
     with pytest.raises(UserError, match=words):
         Launch.to_join()

@@ -12,7 +12,13 @@ from longctx.cli import main
 from longctx.data.store.store import Store
 from longctx.evaluation.loss import LossPart
 from tests import launched
-from tests.evaluation_cases import FOR_CHECKPOINTS, losses, plain_losses, save_checkpoint, train_checkpoint
+from tests.evaluation_cases import (
+    FOR_CHECKPOINTS,
+    losses,
+    plain_losses,
+    save_checkpoint,
+    train_checkpoint,
+)
 from tests.marks import slow_unless
 from tests.training_cases import make_store, train_then_save
 from tests.workers import Workers
@@ -47,13 +53,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(workers: Workers, store: Path, run: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
     of_run = workers.run(losses, 1, str(run), store, WHOLE)[0]
-    return {"run": of_run, "checkpoint": workers.run(losses, 1, str(checkpoint), store, [*FOR_CHECKPOINTS, *WHOLE])[0]}
+    return {
+        "run": of_run,
+        "checkpoint": workers.run(losses, 1, str(checkpoint), store, [*FOR_CHECKPOINTS, *WHOLE])[0],
+    }
 
 
 def assert_equal(found: dict[str, Any], reference: dict[str, Any]) -> None:
     for key in ("by_length", "by_position"):
         assert len(found[key]) == len(reference[key]) >= 3
-    flat = [[report["overall"], *report["by_length"], *report["by_position"]] for report in (found, reference)]
+    flat = [
+        [report["overall"], *report["by_length"], *report["by_position"]]
+        for report in (found, reference)
+    ]
     for mine, theirs in zip(*flat, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert {**mine, "loss": 0, "perplexity": 0} == {**theirs, "loss": 0, "perplexity": 0}
@@ -79,7 +91,9 @@ def test_a_checkpoint_of_transformers_is_worth_the_same(
     assert max(found["degrees"]) > 1
 
 
-def test_the_losses_are_those_of_a_plain_loop(store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]]) -> None:
+def test_the_losses_are_those_of_a_plain_loop(
+    store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]]
+) -> None:
     """Compared with sums by numpy over the token losses of transformers."""
     plain = plain_losses(checkpoint, store, 1500)
     everything = np.concatenate([values for _, values in plain])
@@ -96,17 +110,23 @@ def test_the_losses_are_those_of_a_plain_loop(store: Path, checkpoint: Path, alo
         inside = (part["first"] <= seen) & (seen <= part["last"])
         assert part["tokens"] == inside.sum()
         assert part["loss"] == pytest.approx(everything[inside].mean(), rel=1e-5)
-    assert sum(part["tokens"] for part in found["by_length"]) == sum(part["tokens"] for part in found["by_position"])
+    assert sum(part["tokens"] for part in found["by_length"]) == sum(
+        part["tokens"] for part in found["by_position"]
+    )
 
 
 @pytest.mark.slow
-def test_long_documents_are_cut_as_in_training(workers: Workers, store: Path, checkpoint: Path) -> None:
+def test_long_documents_are_cut_as_in_training(
+    workers: Workers, store: Path, checkpoint: Path
+) -> None:
     settings = [*FOR_CHECKPOINTS, *WHOLE, "data.max_length=200"]
     plain = np.concatenate([values for _, values in plain_losses(checkpoint, store, 200)])
     split = workers.run(losses, 2, str(checkpoint), store, settings)[0]
     assert split["overall"]["loss"] == pytest.approx(plain.mean(), rel=1e-5)
     assert split["overall"]["documents"] == len(Store.open(store))
-    dropped = workers.run(losses, 1, str(checkpoint), store, [*settings, "data.long_documents=drop"])[0]
+    dropped = workers.run(
+        losses, 1, str(checkpoint), store, [*settings, "data.long_documents=drop"]
+    )[0]
     assert dropped["overall"]["documents"] == int((Store.open(store).lengths <= 200).sum())
 
 
@@ -114,12 +134,21 @@ def test_ranks_without_a_token(workers: Workers, store: Path, checkpoint: Path, 
     """The first document has 250 tokens, too few to be split over a ring."""
     for name, settings in ((str(checkpoint), FOR_CHECKPOINTS), (str(run), [])):
         one = workers.run(losses, 1, name, store, [*settings, *WHOLE], 1)[0]
-        three = workers.run(losses, 3, name, store, [*settings, *WHOLE, "context.mode=static", "context.degree=1"], 1)[0]
+        three = workers.run(
+            losses,
+            3,
+            name,
+            store,
+            [*settings, *WHOLE, "context.mode=static", "context.degree=1"],
+            1,
+        )[0]
         assert three["overall"]["documents"] == 1 and three["degrees"] == [1]
         assert three["overall"]["loss"] == pytest.approx(one["overall"]["loss"], rel=1e-6)
 
 
-def test_a_scaled_rope_is_another_model_and_is_said(workers: Workers, store: Path, run: Path, alone: dict[str, Any]) -> None:
+def test_a_scaled_rope_is_another_model_and_is_said(
+    workers: Workers, store: Path, run: Path, alone: dict[str, Any]
+) -> None:
     scaled = ["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64"]
     found = workers.run(losses, 1, str(run), store, [*WHOLE, *scaled])[0]
     assert found["overall"]["loss"] != pytest.approx(alone["run"]["overall"]["loss"], rel=1e-6)
@@ -129,31 +158,47 @@ def test_a_scaled_rope_is_another_model_and_is_said(workers: Workers, store: Pat
 
 
 @pytest.mark.slow
-def test_a_scaled_rope_in_transformers_own_code(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_scaled_rope_in_transformers_own_code(
+    workers: Workers, store: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     """There the longest length is a setting of the model, which the factor changes."""
     workers.run(train_checkpoint, 1, checkpoint, store, tmp_path)
     scaled = ["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=4096"]
     found = workers.run(losses, 1, str(tmp_path), store, [*WHOLE, *scaled])[0]
-    assert any(note.startswith("not as trained: model.rope_parameters is ") for note in found["notes"]), found["notes"]
+    assert any(
+        note.startswith("not as trained: model.rope_parameters is ") for note in found["notes"]
+    ), found["notes"]
     assert "not as trained: model.max_position_embeddings is 16384, was 4096" in found["notes"]
 
 
-def test_the_command_writes_into_the_run(store: Path, run: Path, alone: dict[str, dict[str, Any]]) -> None:
-    printed = json.loads(launched.run("eval", run, "--store", store, "--json", "--batch.tokens_per_rank=750", ranks=2)[0])
+def test_the_command_writes_into_the_run(
+    store: Path, run: Path, alone: dict[str, dict[str, Any]]
+) -> None:
+    printed = json.loads(
+        launched.run(
+            "eval", run, "--store", store, "--json", "--batch.tokens_per_rank=750", ranks=2
+        )[0]
+    )
     assert json.loads((run / "eval.json").read_text()) == printed
     assert printed["ranks"] == 2 and printed["step"] == 2
     assert_equal(printed, alone["run"])
 
 
 def test_the_table_of_a_checkpoint(
-    store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+    store: Path,
+    checkpoint: Path,
+    alone: dict[str, dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = sorted(checkpoint.iterdir())
     settings = [f"--{setting}" for setting in [*FOR_CHECKPOINTS, *WHOLE]]
     assert main(["eval", str(checkpoint), "--store", str(store), *settings]) == 0
     printed = capfd.readouterr().out
     overall = alone["checkpoint"]["overall"]
-    assert f"loss {overall['loss']:.4f}, perplexity {overall['perplexity']:.3f} over {overall['tokens']:,}" in printed
+    assert (
+        f"loss {overall['loss']:.4f}, perplexity {overall['perplexity']:.3f} over "
+        f"{overall['tokens']:,}" in printed
+    )
     assert "1,024 to 2,047" in printed
     assert sorted(checkpoint.iterdir()) == before, "a checkpoint is left as it is"
 
@@ -161,11 +206,18 @@ def test_the_table_of_a_checkpoint(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{run}"], "has no validation documents (neither eval.store nor data.held_out is set): give --store"),
+        (
+            ["{run}"],
+            "has no validation documents (neither eval.store nor data.held_out is set): give "
+            "--store",
+        ),
         (["{checkpoint}"], "has no validation documents"),
         (["{folder}"], "has no config.yaml and no config.json"),
         (["{folder}/none", "--store={store}"], "error: there is no folder"),
-        (["{store}", "--store={store}"], "is a store of documents: give a run or a checkpoint, and this store as --store"),
+        (
+            ["{store}", "--store={store}"],
+            "is a store of documents: give a run or a checkpoint, and this store as --store",
+        ),
         (["{run}", "--store={store}", "--documents=0"], "--documents is 0"),
     ],
 )
@@ -178,12 +230,17 @@ def test_what_cannot_be_evaluated_is_refused(
     words: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    filled = [text.format(run=run, store=store, checkpoint=checkpoint, folder=tmp_path) for text in arguments]
+    filled = [
+        text.format(run=run, store=store, checkpoint=checkpoint, folder=tmp_path)
+        for text in arguments
+    ]
     assert main(["eval", *filled, "--batch.tokens_per_rank=1500"]) == 2
     assert words in capfd.readouterr().err
 
 
-def test_a_run_without_a_checkpoint_is_refused(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_is_refused(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text("{}")
     assert main(["eval", str(tmp_path), "--store", str(store)]) == 2
     assert "has no complete checkpoint: there is nothing to evaluate" in capfd.readouterr().err

@@ -1,4 +1,5 @@
-"""The examples for trainers of other people run under torchrun, and equal one process that takes document after document."""
+"""The examples for trainers of other people run under torchrun, and equal one process that takes
+document after document."""
 
 import importlib.util
 import re
@@ -45,7 +46,8 @@ def build(name: str, example: ModuleType, ring: bool) -> torch.nn.Module:
 
 
 def ring_steps(name: str, sharded: bool) -> list[tuple[float, list[torch.Tensor], dict[int, int]]]:
-    """On each rank: loss, gradients and degrees of the example's first two steps, with an update between them."""
+    """On each rank: loss, gradients and degrees of the example's first two steps, with an update
+    between them."""
     example = load(name)
     model = build(name, example, ring=True)
     if sharded:
@@ -60,7 +62,9 @@ def ring_steps(name: str, sharded: bool) -> list[tuple[float, list[torch.Tensor]
 def take_gradients(model: torch.nn.Module) -> tuple[list[torch.Tensor]]:
     """The gradients; then goes down them and clears them."""
     whole = (parameter.grad for parameter in model.parameters())
-    gradients = [grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in whole]
+    gradients = [
+        grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in whole
+    ]
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     model.zero_grad()
     return (gradients,)
@@ -80,7 +84,9 @@ def plain_loss(name: str, model: torch.nn.Module, document: torch.Tensor) -> tor
     return F.cross_entropy(logits[:-1], document[1:], reduction="sum")
 
 
-@pytest.mark.parametrize(("name", "sharded"), [*((name, False) for name in NAMES), ("own_trainer", True)])
+@pytest.mark.parametrize(
+    ("name", "sharded"), [*((name, False) for name in NAMES), ("own_trainer", True)]
+)
 def test_an_example_equals_one_unpacked_process(workers: Workers, name: str, sharded: bool) -> None:
     example = load(name)
     model = build(name, example, ring=False)
@@ -102,11 +108,17 @@ def test_an_example_equals_one_unpacked_process(workers: Workers, name: str, sha
             torch.testing.assert_close(ring_gradients, gradients, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("call", [*NAMES, pytest.param("own_trainer --fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "call", [*NAMES, pytest.param("own_trainer --fsdp", marks=pytest.mark.slow)]
+)
 def test_an_example_runs_on_two_ranks(call: str) -> None:
     name, *options = call.split()
     printed, _ = launched.run(EXAMPLES / f"{name}.py", *options, ranks=2)
-    lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 8 on 1, 1 on 2$", printed, re.M)
+    lines = re.findall(
+        r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 8 on 1, 1 on 2$",
+        printed,
+        re.M,
+    )
     assert [int(step) for step, _ in lines] == list(range(10)), printed
     assert float(lines[-1][1]) < float(lines[0][1]) - 1
 
@@ -117,8 +129,11 @@ NEEDS = {"optimum": "scipy"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_every_script_starts(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With options it shows its help; otherwise it is imported, but for `ask.py`, which loads a model at once."""
+def test_every_script_starts(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With options it shows its help; otherwise it is imported, but for `ask.py`, which loads a
+    model at once."""
     if script.stem in NEEDS:
         pytest.importorskip(NEEDS[script.stem])
     if script.stem == "ask":
@@ -142,8 +157,11 @@ def test_the_transformers_example_is_short() -> None:
 
 
 def without_versions_and_errors(printed: str) -> list[str]:
-    """The lines of examples/packed_documents_stay_apart.py without what differs between machines."""
-    return [re.sub(r" +\de[+-]\d\d$|\d+\.\d+\.\d+", "", line) for line in printed.strip().splitlines()]
+    """The lines of examples/packed_documents_stay_apart.py without what differs between
+    machines."""
+    return [
+        re.sub(r" +\de[+-]\d\d$|\d+\.\d+\.\d+", "", line) for line in printed.strip().splitlines()
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,7 +170,9 @@ def test_packed_documents_stay_apart(ranks: int) -> None:
     page = (EXAMPLES.parent / "docs" / "evidence" / "check-step.md").read_text("utf-8")
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     printed, _ = launched.run(EXAMPLES / "packed_documents_stay_apart.py", ranks=ranks)
-    assert without_versions_and_errors(printed) == without_versions_and_errors(shown.replace("degree 2", f"degree {ranks}"))
+    assert without_versions_and_errors(printed) == without_versions_and_errors(
+        shown.replace("degree 2", f"degree {ranks}")
+    )
     errors = re.findall(r"longctx.* (\de[+-]\d\d)$", printed, re.M)
     assert len(errors) == 3 and max(map(float, errors)) < TOLERANCE
 
@@ -161,5 +181,8 @@ def test_the_program_for_users_of_ring_flash_attn_runs_as_printed(tmp_path: Path
     page = (EXAMPLES.parent / "docs" / "coming-from-ring-flash-attn.md").read_text("utf-8")
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "program.py").write_text(program)
-    one, two = (launched.run(tmp_path / "program.py", ranks=ranks)[0].split(", documents by degree ") for ranks in (1, 2))
+    one, two = (
+        launched.run(tmp_path / "program.py", ranks=ranks)[0].split(", documents by degree ")
+        for ranks in (1, 2)
+    )
     assert one[0] == two[0] and one[1] == "{1: 5}\n" and two[1] == "{1: 4, 2: 1}\n"

@@ -1,4 +1,5 @@
-"""Hops that run beside the computation: in order with all other messages, and not counted as waits."""
+"""Hops that run beside the computation: in order with all other messages, and not counted as
+waits."""
 
 import threading
 import time
@@ -22,7 +23,8 @@ TRAVEL_S = 0.1
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Peers of the messages that rank 0 of 4 posts; they arrive after TRAVEL_S, and those of peer 3 fail."""
+    """Peers of the messages that rank 0 of 4 posts; they arrive after TRAVEL_S, and those of peer 3
+    fail."""
     peers: list[int] = []
 
     def post(operations: list[Any]) -> list[Any]:
@@ -49,7 +51,8 @@ def send(exchange: Exchange, *peers: int) -> None:
 
 
 def test_hops_beside_keep_their_place(posted: list[int]) -> None:
-    """Messages that are posted while they run come after all of theirs, of this exchange or another."""
+    """Messages that are posted while they run come after all of theirs, of this exchange or
+    another."""
     first, second = Exchange(None, "a test"), Exchange(None, "a test")
     end = first.beside(lambda: send(first, 1, 2), CPU)
     other_end = second.beside(lambda: send(second, 2, 2), CPU)
@@ -61,15 +64,23 @@ def test_hops_beside_keep_their_place(posted: list[int]) -> None:
 def test_the_end_of_hops_beside_raises_what_they_raised(posted: list[int]) -> None:
     exchange = Exchange(None, "a test")
     end = exchange.beside(lambda: send(exchange, 3), CPU)
-    with pytest.raises(ExchangeError, match=r"exchange with rank\(s\) 3 failed in a test: connection closed by peer"):
+    with pytest.raises(
+        ExchangeError,
+        match=r"exchange with rank\(s\) 3 failed in a test: connection closed by peer",
+    ):
         end()
 
 
-def test_a_gpu_keeps_messages_until_the_end_of_hops_beside(posted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host is far ahead of the stream that sends them: their memory would be used again while it reads them."""
+def test_a_gpu_keeps_messages_until_the_end_of_hops_beside(
+    posted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is far ahead of the stream that sends them: their memory would be used again while
+    it reads them."""
     ordered: list[tuple[Any, Any]] = []
     entered: list[Any] = []
-    monkeypatch.setattr(fake_cuda.Stream, "wait_stream", lambda stream, other: ordered.append((stream, other)))
+    monkeypatch.setattr(
+        fake_cuda.Stream, "wait_stream", lambda stream, other: ordered.append((stream, other))
+    )
     exchange = Exchange(None, "a test")
     messages: list[weakref.ref[torch.Tensor]] = []
 
@@ -87,7 +98,8 @@ def test_a_gpu_keeps_messages_until_the_end_of_hops_beside(posted: list[int], mo
         assert all(message() is not None for message in messages)
         end()
     assert not any(message() is not None for message in messages)
-    (beside, _), (_, awaited) = ordered  # the stream waits for what was computed before, and is waited for
+    # The stream waits for what was computed before, and is waited for.
+    (beside, _), (_, awaited) = ordered
     assert entered == [beside] == [awaited]
 
 

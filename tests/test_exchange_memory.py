@@ -1,6 +1,8 @@
-"""What a GPU's stream of returning gradients reads stays in memory until it ends, on every ring; checked on the CPU.
+"""What a GPU's stream of returning gradients reads stays in memory until it ends, on every ring;
+checked on the CPU.
 
-The host is far ahead of such a stream: memory that is freed before the end would be used again while the stream reads it.
+The host is far ahead of such a stream: memory that is freed before the end would be used again
+while the stream reads it.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +23,8 @@ from tests.test_exchange_order import Batches
 
 
 class Touched(TorchDispatchMode):
-    """Records all storages that operations and messages within it touch, but for those that are allocated within it."""
+    """Records all storages that operations and messages within it touch, but for those that are
+    allocated within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +46,8 @@ class Touched(TorchDispatchMode):
 
 
 class OnGpu(Exchange):
-    """Runs hops beside the computation as on a GPU, where the host goes on before they have run, and checks what they touch."""
+    """Runs hops beside the computation as on a GPU, where the host goes on before they have run,
+    and checks what they touch."""
 
     passes = 0
 
@@ -68,7 +72,10 @@ class OnGpu(Exchange):
         def checked() -> None:
             assert touched.outside
             freed = [storage for storage in touched.outside.values() if storage.expired()]
-            assert not freed, f"{len(freed)} of {len(touched.outside)} storages are freed before the stream has read them"
+            assert not freed, (
+                f"{len(freed)} of {len(touched.outside)} storages are freed before the stream has "
+                "read them"
+            )
             end()
             OnGpu.passes += 1
 
@@ -87,24 +94,52 @@ def run(case: Case) -> None:
 @pytest.mark.parametrize("per_node", [None, 2, 3, 4])
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_rings_of_all_places(per_node: int | None, rounds: int) -> None:
-    """Also of those of which a node holds one rank alone, that passes on rows without need of them."""
+    """Also of those of which a node holds one rank alone, that passes on rows without need of
+    them."""
     OnGpu.passes = 0
     for degree, first in product(range(2, 8), range(per_node or 1)):
         ring = (Placement(0, first, degree),)
-        run(Case(first + degree, (4 * degree,), ring, exchange_rounds=rounds, ranks_per_node=per_node, dtype=torch.bfloat16))
+        run(
+            Case(
+                first + degree,
+                (4 * degree,),
+                ring,
+                exchange_rounds=rounds,
+                ranks_per_node=per_node,
+                dtype=torch.bfloat16,
+            )
+        )
     assert OnGpu.passes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep_kv", [False, True])
 def test_a_relay_that_receives_nothing_itself(keep_kv: bool, dtype: torch.dtype) -> None:
-    """Rank 8 has no queries that see rows that it passes on; in float32 their gradients are added up in place."""
-    case = Case(10, (3000, 40), (Placement(0, 7, 3), Placement(1, 0, 8)), ranks_per_node=8, keep_kv=keep_kv, dtype=dtype)
+    """Rank 8 has no queries that see rows that it passes on; in float32 their gradients are added
+    up in place."""
+    case = Case(
+        10,
+        (3000, 40),
+        (Placement(0, 7, 3), Placement(1, 0, 8)),
+        ranks_per_node=8,
+        keep_kv=keep_kv,
+        dtype=dtype,
+    )
     run(case)
 
 
 def test_swapped_heads() -> None:
-    run(Case(12, (96,), (Placement(0, 0, 12),), heads=4, kv_heads=2, ranks_per_node=4, ulysses_degree=2))
+    run(
+        Case(
+            12,
+            (96,),
+            (Placement(0, 0, 12),),
+            heads=4,
+            kv_heads=2,
+            ranks_per_node=4,
+            ulysses_degree=2,
+        )
+    )
 
 
 def test_cross_attention() -> None:
@@ -117,5 +152,7 @@ def test_cross_attention() -> None:
                 layout = CrossLayout.of(rings[0], (40,), rings[1], (30,), 0, rank)
                 rows = layout.tokens, layout.key_tokens, layout.key_tokens
                 q, k, v = (torch.randn(n, 2, 8, requires_grad=True) for n in rows)
-                attention = RingAttention(layout, exchange=OnGpu, mask=Mask(causal=False), ranks_per_node=2)
+                attention = RingAttention(
+                    layout, exchange=OnGpu, mask=Mask(causal=False), ranks_per_node=2
+                )
                 attention(q, k, v).sum().backward()

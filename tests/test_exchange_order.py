@@ -1,4 +1,5 @@
-"""Messages of all ranks match in order and size, and cross the network once per node; checked without sending any.
+"""Messages of all ranks match in order and size, and cross the network once per node; checked
+without sending any.
 
 Every rank runs forward and backward alone, with the real exchange on a recorder of its messages.
 """
@@ -37,13 +38,15 @@ def varied(data: st.DataObject, case: Case) -> Case:
 
 
 Message = tuple[Any, int, int, int, int]
-"""(group, sender, receiver, number, size): the first message of a group between two ranks has number 0."""
+"""(group, sender, receiver, number, size): the first message of a group between two ranks has
+number 0."""
 ACROSS: Any = "group of messages between nodes"
 
 
 @dataclass
 class Batch:
-    """A batch that a rank posts to a group, after it has waited for the batches with some numbers."""
+    """A batch that a rank posts to a group, after it has waited for the batches with some
+    numbers."""
 
     group: Any
     messages: set[Message]
@@ -51,14 +54,19 @@ class Batch:
 
 
 class Batches:
-    """Stands for torch's messages of one rank: records the batches that the real exchange posts, and sends nothing."""
+    """Stands for torch's messages of one rank: records the batches that the real exchange posts,
+    and sends nothing."""
 
     def __init__(self, patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
         self.rank = rank
         self.posted: list[Batch] = []
         self.waited: set[int] = set()
         self.counts: dict[tuple[Any, int, int], int] = defaultdict(int)
-        for name, value in {"is_initialized": True, "get_rank": rank, "get_world_size": ranks}.items():
+        for name, value in {
+            "is_initialized": True,
+            "get_rank": rank,
+            "get_world_size": ranks,
+        }.items():
             patch.setattr(dist, name, lambda *group, value=value: value)
         patch.setattr(dist, "P2POp", lambda *arguments: arguments)
         patch.setattr(dist, "batch_isend_irecv", self.post)
@@ -89,9 +97,11 @@ def batches(case: Case) -> list[list[Batch]]:
 
 
 def begun(batches: list[Batch], *, in_order: bool) -> set[Message]:
-    """Returns the messages of a rank that are under way: of the first batch of each group that is not over.
+    """Returns the messages of a rank that are under way: of the first batch of each group that is
+    not over.
 
-    A batch begins when those are over that were waited for before it was posted; `in_order`, when all before it are.
+    A batch begins when those are over that were waited for before it was posted; `in_order`, when
+    all before it are.
     """
     under_way: dict[Any, set[Message]] = {}
     for number, batch in enumerate(batches):
@@ -115,10 +125,11 @@ def left_over(posted: list[list[Batch]], *, in_order: bool = False) -> int:
 @given(data=st.data(), case=cases(max_ranks=9))
 @settings(max_examples=examples(60), deadline=None)
 def test_rounds_meet(data: st.DataObject, case: Case) -> None:
-    """Each rank receives exactly the messages sent to it, in order and size: otherwise gloo aborts and NCCL hangs.
+    """Each rank receives exactly the messages sent to it, in order and size: otherwise gloo aborts
+    and NCCL hangs.
 
-    No rank waits for ever if it must end a batch before the next of its group, as in a stream of NCCL, or before the next of
-    any group, as in one queue of a GPU. Batches have at most the cap.
+    No rank waits for ever if it must end a batch before the next of its group, as in a stream of
+    NCCL, or before the next of any group, as in one queue of a GPU. Batches have at most the cap.
     """
     case = replace(varied(data, case), across=data.draw(st.sampled_from([None, ACROSS])))
     cap = data.draw(st.sampled_from([4, 8, 64]))
@@ -130,8 +141,11 @@ def test_rounds_meet(data: st.DataObject, case: Case) -> None:
 
 
 def test_messages_between_nodes_do_not_wait_for_those_inside() -> None:
-    """They have a communicator of their own, and the first ones are posted before anything is waited for."""
-    case = Case(24, (3840,), (Placement(0, 0, 24),), ranks_per_node=8, across=ACROSS, exchange_rounds=2)
+    """They have a communicator of their own, and the first ones are posted before anything is
+    waited for."""
+    case = Case(
+        24, (3840,), (Placement(0, 0, 24),), ranks_per_node=8, across=ACROSS, exchange_rounds=2
+    )
     for rank, posted in enumerate(batches(case)):
         for batch in posted:
             crosses = {sender // 8 != receiver // 8 for _, sender, receiver, _, _ in batch.messages}
@@ -143,7 +157,8 @@ def test_messages_between_nodes_do_not_wait_for_those_inside() -> None:
 
 
 def test_a_ring_of_64_ranks_has_two_rounds() -> None:
-    """In one level a rank has 126 messages at once: two batches in forward, the same in backward, and for the gradients."""
+    """In one level a rank has 126 messages at once: two batches in forward, the same in backward,
+    and for the gradients."""
     case = Case(64, (1280,), (Placement(0, 0, 64),), exchange_rounds=1)
     with pytest.MonkeyPatch.context() as patch:
         recorded = Batches(patch, 5, case.ranks)
@@ -153,8 +168,11 @@ def test_a_ring_of_64_ranks_has_two_rounds() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 17, 64, 100, 513])
-def test_both_ends_of_a_message_have_the_same_round(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """And all messages of a rank to and from all others, in one hop, keep to the cap in every round."""
+def test_both_ends_of_a_message_have_the_same_round(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """And all messages of a rank to and from all others, in one hop, keep to the cap in every
+    round."""
     numbers: dict[tuple[int, int], int] = {}
     some = sorted({0, 1, ranks // 3, ranks // 2, ranks - 1})
     for rank in some:
@@ -164,7 +182,10 @@ def test_both_ends_of_a_message_have_the_same_round(monkeypatch: pytest.MonkeyPa
         numbers |= {(rank, peer): one.route(peer).order[1] for peer in range(ranks) if peer != rank}
     assert all(numbers[a, b] == numbers[b, a] for a in some for b in some if a != b)
     of_rank_0 = [number for (rank, _), number in numbers.items() if rank == 0]
-    assert all(2 * of_rank_0.count(number) <= exchange.OPERATIONS_PER_BATCH for number in range(max(of_rank_0) + 1))
+    assert all(
+        2 * of_rank_0.count(number) <= exchange.OPERATIONS_PER_BATCH
+        for number in range(max(of_rank_0) + 1)
+    )
     assert max(of_rank_0) + 1 == -(-2 * (ranks - 1) // exchange.OPERATIONS_PER_BATCH)
 
 
@@ -179,17 +200,31 @@ def test_both_ends_of_a_message_have_the_same_round(monkeypatch: pytest.MonkeyPa
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_rows_cross_the_network_once_a_node(
-    data: st.DataObject, length: int, degree: int, first: int, reverse: bool, per_node: int, rounds: int
+    data: st.DataObject,
+    length: int,
+    degree: int,
+    first: int,
+    reverse: bool,
+    per_node: int,
+    rounds: int,
 ) -> None:
     """A node receives each remote key that its queries see exactly once."""
     placement = Placement(0, first, degree, reverse)
-    case = Case(first + degree, (length,), (placement,), exchange_rounds=rounds, mask=data.draw(masks((length,))))
+    case = Case(
+        first + degree,
+        (length,),
+        (placement,),
+        exchange_rounds=rounds,
+        mask=data.draw(masks((length,))),
+    )
     rows = [case.rows(rank) for rank in range(case.ranks)]
     crossing: dict[int, int] = defaultdict(int)
     for rank in range(case.ranks):
         schedule = RingSchedule.build(case.layout(rank), mask=case.mask, ranks_per_node=per_node)
         for hop in (hop for round_ in schedule.rounds for hop in round_.hops):
-            crossing[rank // per_node] += sum(count for peer, count in hop.receives if peer // per_node != rank // per_node)
+            crossing[rank // per_node] += sum(
+                count for peer, count in hop.receives if peer // per_node != rank // per_node
+            )
     for node in range(-(-case.ranks // per_node)):
         mine = torch.zeros(length, dtype=torch.bool)
         mine[torch.cat(rows[node * per_node : (node + 1) * per_node])] = True
@@ -198,13 +233,16 @@ def test_rows_cross_the_network_once_a_node(
 
 
 def test_ranks_are_looked_up_once_for_a_schedule() -> None:
-    """Torch checks the group at every look-up: in a ring of 64 they would take milliseconds per layer."""
+    """Torch checks the group at every look-up: in a ring of 64 they would take milliseconds per
+    layer."""
     case, looked_up, counts = Case(4, (90,), (Placement(0, 0, 4),)), list[object](), []
     with pytest.MonkeyPatch.context() as patch:
         Batches(patch, 0, case.ranks)
         for name in ("get_rank", "get_world_size", "get_global_rank"):
             found = getattr(dist, name)
-            patch.setattr(dist, name, lambda *given, found=found: looked_up.append(given) or found(*given))
+            patch.setattr(
+                dist, name, lambda *given, found=found: looked_up.append(given) or found(*given)
+            )
         q, k, v, dout = (tensor[case.rows(0)].requires_grad_() for tensor in case.inputs())
         attention = case.attention(0, Exchange)
         for layer in range(3):

@@ -1,4 +1,5 @@
-"""Mixtures of experts: routing, experts on one and on many ranks, and balance, against plain float64 references."""
+"""Mixtures of experts: routing, experts on one and on many ranks, and balance, against plain
+float64 references."""
 
 import math
 from contextlib import nullcontext
@@ -46,7 +47,12 @@ TINY_MOE = [
 
 def shape_of(**options: Any) -> ModelShape:
     """A small shape with experts."""
-    sizes = {"hidden_size": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+    sizes = {
+        "hidden_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+    }
     return ModelShape.model_validate({**PRESETS["tiny"].model_dump(), **sizes, **options})
 
 
@@ -76,9 +82,14 @@ def reference(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
         weights = weights / weights.sum() if shape.norm_topk_prob else weights
         out = torch.zeros_like(x[0])
         for weight, number in zip(weights, used, strict=True):
-            gate, up = (each[number * width :][:width] for each in (mlp.experts.gate_proj, mlp.experts.up_proj))
+            gate, up = (
+                each[number * width :][:width]
+                for each in (mlp.experts.gate_proj, mlp.experts.up_proj)
+            )
             down = mlp.experts.down_proj[number * shape.hidden_size :][: shape.hidden_size]
-            out = out + weight * shape.routed_scaling_factor * (down @ (F.silu(gate @ x[token]) * (up @ x[token])))
+            out = out + weight * shape.routed_scaling_factor * (
+                down @ (F.silu(gate @ x[token]) * (up @ x[token]))
+            )
         rows.append(out if mlp.shared_expert is None else out + mlp.shared_expert(x[token]))
     return torch.stack(rows) if rows else x
 
@@ -86,16 +97,21 @@ def reference(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
 def split_over_ranks(
     tokens: list[int], groups: int, favourite: int | None, most_rows: int | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
-    """Output and gradients on this rank, if each of `groups` of neighbouring ranks has all experts: of x, router, own experts.
+    """Output and gradients on this rank, if each of `groups` of neighbouring ranks has all experts:
+    of x, router, own experts.
 
-    `favourite`: an expert that every token chooses first. Also returns the rows of every call of the experts.
+    `favourite`: an expert that every token chooses first. Also returns the rows of every call of
+    the experts.
     """
     shape, ranks, rank = shape_of(), dist.get_world_size() // groups, dist.get_rank()
     mesh = init_device_mesh("cpu", (groups, ranks), mesh_dim_names=("other", "expert"))
     whole = sparse(shape)
     mlp = sparse(shape)
     mlp.experts = Experts(shape, shape.num_experts // ranks).double()
-    mlp.send, mlp.most_rows = expert.dispatch(mesh.get_group("expert"), [mesh.get_group("other")]), most_rows
+    mlp.send, mlp.most_rows = (
+        expert.dispatch(mesh.get_group("expert"), [mesh.get_group("other")]),
+        most_rows,
+    )
     for name, weight in mlp.experts.named_parameters():
         every = getattr(whole.experts, name)
         weight.data = every.data.tensor_split(ranks)[rank % ranks].clone()
@@ -117,8 +133,11 @@ def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.requires_grad_(), torch.randn(tokens, 16, dtype=torch.float64)
 
 
-def split_documents(lengths: list[int], cut: list[int], share: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of the logits, counts and losses on this rank of documents, each cut into one part per rank at `cut`.
+def split_documents(
+    lengths: list[int], cut: list[int], share: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of the logits, counts and losses on this rank of documents, each cut into one part
+    per rank at `cut`.
 
     Without `share`, one process has all of them.
     """
@@ -131,12 +150,19 @@ def split_documents(lengths: list[int], cut: list[int], share: bool) -> tuple[to
     rows, logits = [], []
     for document, length in enumerate(lengths):
         of_document = 3 * torch.randn(length, 6, dtype=torch.float64)
-        first, last = (length * cut[place] // cut[-1] for place in (rank, rank + 1)) if share else (0, length)
+        first, last = (
+            (length * cut[place] // cut[-1] for place in (rank, rank + 1)) if share else (0, length)
+        )
         rows += [document] * (last - first)
         logits.append(of_document[first:last])
     rows += [len(lengths)] * 2  # padding
     given = torch.cat([*logits, torch.randn(2, 6, dtype=torch.float64)]).requires_grad_()
-    documents = RowDocuments(torch.tensor(rows), torch.tensor(lengths, dtype=torch.float32), len(lengths), 2 * sum(lengths))
+    documents = RowDocuments(
+        torch.tensor(rows),
+        torch.tensor(lengths, dtype=torch.float32),
+        len(lengths),
+        2 * sum(lengths),
+    )
     (gradient,) = torch.autograd.grad(mlp.gate.routes(given, documents)[1].sum(), given)
     counts, losses = mlp.gate.watch.counts, mlp.gate.watch.losses
     assert counts is not None and losses is not None
@@ -152,9 +178,13 @@ def moe_steps(store: Path, run: Path, settings: list[str], steps: int) -> list[S
 
 def statistics_of_counts() -> tuple[dict[str, float], list[list[float]]]:
     """Returns statistics and biases after a step with known counts of 2 layers with 4 experts."""
-    mesh = make_groups(torch.device("cpu"), timeout_s=60.0, tensor=1, pipeline=1, shard_ranks=None, expert=1)
+    mesh = make_groups(
+        torch.device("cpu"), timeout_s=60.0, tensor=1, pipeline=1, shard_ranks=None, expert=1
+    )
     gates = [sparse(shape_of(router_bias=True, num_experts=4)).gate for _ in range(2)]
-    for gate, counts, losses in zip(gates, ([4, 0, 4, 0], [1, 2, 2, 3]), ([1.0, 2.0], [3.0, 4.0]), strict=True):
+    for gate, counts, losses in zip(
+        gates, ([4, 0, 4, 0], [1, 2, 2, 3]), ([1.0, 2.0], [3.0, 4.0]), strict=True
+    ):
         gate.watch.add(torch.tensor(counts), torch.tensor(losses, dtype=torch.float64))
     balance = Balance([gate.watch for gate in gates], 0.25, mesh)
     found = balance.end_step()
@@ -164,30 +194,42 @@ def statistics_of_counts() -> tuple[dict[str, float], list[list[float]]]:
 
 
 def skipped_step(store: Path, run: Path) -> list[bool]:
-    """Trains with an infinite loss, but a finite gradient, in the first of two steps. Returns in which the biases moved."""
+    """Trains with an infinite loss, but a finite gradient, in the first of two steps. Returns in
+    which the biases moved."""
     trainer = start(store, run, [*TINY_MOE, "train.on_nonfinite=skip"])
     original, moved = trainer.passes.forward_backward, []
-    infinite = mock.patch.object(trainer.passes, "forward_backward", lambda *arguments: original(*arguments) * math.inf)
-    biases = [getattr(*router.bias) for router in trainer.passes.balance.routers if router.bias is not None]
+    infinite = mock.patch.object(
+        trainer.passes, "forward_backward", lambda *arguments: original(*arguments) * math.inf
+    )
+    biases = [
+        getattr(*router.bias)
+        for router in trainer.passes.balance.routers
+        if router.bias is not None
+    ]
     with trainer.loader:
         for skipped in (True, False):
             before = [bias.clone() for bias in biases]
             with infinite if skipped else nullcontext():
                 metrics = trainer.step()
             assert metrics.skipped == skipped and math.isfinite(metrics.grad_norm)
-            moved.append(any(not torch.equal(bias, old) for bias, old in zip(biases, before, strict=True)))
+            moved.append(
+                any(not torch.equal(bias, old) for bias, old in zip(biases, before, strict=True))
+            )
     return moved
 
 
 def chosen_experts(store: Path, run: Path, settings: list[str]) -> list[tuple[Any, ...]]:
-    """What each layer's router chose in the first step: document, position, experts of every token of this rank."""
+    """What each layer's router chose in the first step: document, position, experts of every token
+    of this rank."""
     trainer = start(store, run, [*TINY_MOE, *settings])
     layers = expert.sparse_layers(trainer.model)
     seen: list[list[Any]] = [[] for _ in layers]
     for layer, found in zip(layers, seen, strict=True):
         original = layer.gate.routes
 
-        def routes(logits: torch.Tensor, documents: Any, original: Any = original, found: Any = found) -> Any:
+        def routes(
+            logits: torch.Tensor, documents: Any, original: Any = original, found: Any = found
+        ) -> Any:
             chosen, weights = original(logits, documents)
             found.append(chosen.sort(1).values)
             return chosen, weights
@@ -202,7 +244,14 @@ def chosen_experts(store: Path, run: Path, settings: list[str]) -> list[tuple[An
             for shard in micro_batch.layout.shards:
                 positions = [*range(*shard.head), *range(*shard.tail)]
                 for row, position in enumerate(positions, start=shard.offset):
-                    found.append((layer_number, batch.documents[shard.document], position, tuple(chosen[row].tolist())))
+                    found.append(
+                        (
+                            layer_number,
+                            batch.documents[shard.document],
+                            position,
+                            tuple(chosen[row].tolist()),
+                        )
+                    )
     return found
 
 
@@ -211,7 +260,12 @@ def chosen_experts(store: Path, run: Path, settings: list[str]) -> list[tuple[An
 KINDS: list[dict[str, Any]] = [
     {},
     {"norm_topk_prob": False},
-    {"router_scores": "sigmoid", "router_bias": True, "routed_scaling_factor": 2.5, "shared_expert_intermediate_size": 5},
+    {
+        "router_scores": "sigmoid",
+        "router_bias": True,
+        "routed_scaling_factor": 2.5,
+        "shared_expert_intermediate_size": 5,
+    },
 ]
 
 
@@ -237,7 +291,12 @@ def test_every_token_uses_its_experts(
     data: st.DataObject,
 ) -> None:
     chosen = data.draw(st.integers(1, number))
-    sizes = {"num_experts": number, "num_experts_per_tok": chosen, "hidden_size": hidden, "moe_intermediate_size": width}
+    sizes = {
+        "num_experts": number,
+        "num_experts_per_tok": chosen,
+        "hidden_size": hidden,
+        "moe_intermediate_size": width,
+    }
     mlp = sparse(shape_of(**sizes, **kind), dtype)
     mlp.most_rows = most_rows
     if mlp.gate.shape.router_bias:
@@ -246,7 +305,9 @@ def test_every_token_uses_its_experts(
     calls: list[int] = []
     mlp.experts.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
     out, wanted = mlp(x), reference(mlp, x)
-    assert len(calls) == (1 if most_rows is None else max(1, -(-tokens * chosen // most_rows))), "no more turns than needed"
+    assert len(calls) == (1 if most_rows is None else max(1, -(-tokens * chosen // most_rows))), (
+        "no more turns than needed"
+    )
     gradient, tensors = torch.randn_like(out), [x, *mlp.parameters()]
     bound = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(out, wanted, **bound)
@@ -271,10 +332,13 @@ def test_grouped_product_is_used_and_equal(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class OfBlackwell(torch.autograd.Function):
-    """The grouped product as on Blackwell, where gradients of matrices without rows are what was in memory."""
+    """The grouped product as on Blackwell, where gradients of matrices without rows are what was in
+    memory."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, matrices)
         ctx.sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         groups = zip(rows.split(ctx.sizes), matrices, strict=True)
@@ -284,7 +348,9 @@ class OfBlackwell(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         rows, matrices = ctx.saved_tensors
         each = list(zip(rows.split(ctx.sizes), gradient.split(ctx.sizes), matrices, strict=True))
-        of_matrices = [a.T @ b if len(a) else torch.full_like(matrix, torch.nan) for a, b, matrix in each]
+        of_matrices = [
+            a.T @ b if len(a) else torch.full_like(matrix, torch.nan) for a, b, matrix in each
+        ]
         return torch.cat([b @ matrix.T for _, b, matrix in each]), torch.stack(of_matrices), None
 
 
@@ -294,21 +360,29 @@ def test_experts_without_tokens_have_no_gradient_on_blackwell(
     tokens: int, most_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor on ranks and in micro-batches without tokens."""
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, b, offs: OfBlackwell.apply(a, b, offs))
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda a, b, offs: OfBlackwell.apply(a, b, offs)
+    )
     monkeypatch.setattr(experts, "_is_grouped", lambda *_: True)
     mlp = sparse(shape_of())
     mlp.most_rows = most_rows
     x = torch.randn(tokens, 16, dtype=torch.float64, requires_grad=True)
     weights = list(mlp.experts.parameters())
-    wanted = torch.autograd.grad(reference(mlp, x).sum(), weights, allow_unused=True, materialize_grads=True)
+    wanted = torch.autograd.grad(
+        reference(mlp, x).sum(), weights, allow_unused=True, materialize_grads=True
+    )
     assert any(gradient.isnan().any() for gradient in torch.autograd.grad(mlp(x).sum(), weights))
     monkeypatch.setattr(experts, "leaves_gradients", lambda: True)
     for gradient, correct in zip(torch.autograd.grad(mlp(x).sum(), weights), wanted, strict=True):
         torch.testing.assert_close(gradient, correct)
 
 
-@pytest.mark.parametrize(("capability", "leaves"), [(None, False), ((9, 0), False), ((10, 0), True), ((10, 3), True)])
-def test_which_gpus_leave_gradients(capability: tuple[int, int] | None, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "leaves"), [(None, False), ((9, 0), False), ((10, 0), True), ((10, 3), True)]
+)
+def test_which_gpus_leave_gradients(
+    capability: tuple[int, int] | None, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert leaves_gradients.__wrapped__() == leaves
@@ -326,17 +400,26 @@ def test_losses_are_those_of_the_papers(scores: str) -> None:
     gradient = torch.randn_like(weights)
     (found,) = torch.autograd.grad(weights, logits, gradient)
 
-    probabilities = logits.softmax(1) if scores == "softmax" else logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
+    probabilities = (
+        logits.softmax(1)
+        if scores == "softmax"
+        else logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
+    )
     document_loss = torch.zeros((), dtype=torch.float64)
     for document, of_document in enumerate(torch.arange(13).split(lengths)):
         share = torch.zeros(6, dtype=torch.float64).index_add_(
             0, chosen[of_document].flatten(), torch.ones(3 * len(of_document)).double()
         )
         share = share * 6 / (3 * lengths[document])
-        document_loss = document_loss + lengths[document] / 20 * (share * probabilities[of_document].mean(0)).sum()
+        document_loss = (
+            document_loss
+            + lengths[document] / 20 * (share * probabilities[of_document].mean(0)).sum()
+        )
     z_loss = logits[:13].logsumexp(1).square().sum() / 20
     plain = mlp.gate.routes(logits, None)[1]
-    (wanted,) = torch.autograd.grad((plain * gradient).sum() + 0.3 * document_loss + 0.2 * z_loss, logits)
+    (wanted,) = torch.autograd.grad(
+        (plain * gradient).sum() + 0.3 * document_loss + 0.2 * z_loss, logits
+    )
     torch.testing.assert_close(found, wanted)
     assert watch.losses is not None and watch.counts is not None
     torch.testing.assert_close(watch.losses, torch.stack([document_loss, z_loss]).detach())
@@ -349,10 +432,17 @@ def test_losses_are_the_same_however_documents_are_cut(workers: Workers) -> None
     for cut in ([0, 1, 2, 3], [0, 0, 1, 7], [0, 5, 5, 6]):
         found = workers.run(split_documents, 3, lengths, cut, True)
         parts = [
-            gradient.split([length * cut[rank + 1] // cut[-1] - length * cut[rank] // cut[-1] for length in lengths])
+            gradient.split(
+                [
+                    length * cut[rank + 1] // cut[-1] - length * cut[rank] // cut[-1]
+                    for length in lengths
+                ]
+            )
             for rank, (gradient, *_) in enumerate(found)
         ]
-        whole = torch.cat([part for of_document in zip(*parts, strict=True) for part in of_document])
+        whole = torch.cat(
+            [part for of_document in zip(*parts, strict=True) for part in of_document]
+        )
         torch.testing.assert_close(whole, wanted)
         for _, its_counts, its_losses in found:
             assert torch.equal(its_counts, counts)
@@ -412,13 +502,20 @@ def test_experts_on_other_ranks(
         of_groups = torch.cat([own[place] for own in gradients]).chunk(groups)
         torch.testing.assert_close(sum(of_groups), wanted[place])
     calls = [rows for *_, rows in found]
-    assert len(set(map(len, calls))) == 1, "each call gathers weights from all ranks, so all call equally often"
+    assert len(set(map(len, calls))) == 1, (
+        "each call gathers weights from all ranks, so all call equally often"
+    )
     if most_rows is not None:
-        assert max(map(max, calls)) <= most_rows + len(tokens) // groups  # a row more from each rank by rounding
+        # A row more from each rank by rounding.
+        assert max(map(max, calls)) <= most_rows + len(tokens) // groups
 
 
 TWO_LAYERS = ["model.num_hidden_layers=2", "model.first_dense_layers=0"]
-IN_STAGES = ["parallel.pipeline_parallel_size=2", "parallel.expert_parallel_size=2", "parallel.expert_max_load=1"]
+IN_STAGES = [
+    "parallel.pipeline_parallel_size=2",
+    "parallel.expert_parallel_size=2",
+    "parallel.expert_max_load=1",
+]
 SPLITS = [
     (3, ["train.mlp_tile_tokens=50", "parallel.reduce_after=micro_batch"]),
     (4, ["parallel.expert_parallel_size=2", "parallel.shard_ranks=2", "train.mlp_tile_tokens=40"]),
@@ -428,8 +525,12 @@ SPLITS = [
 
 
 @pytest.mark.slow
-def test_training_is_the_same_however_it_is_split(store: Path, tmp_path: Path, workers: Workers) -> None:
-    wanted = workers.run(moe_steps, 1, store, tmp_path / "alone", [*TWO_LAYERS, "batch.tokens_per_rank=600"], 2)[0]
+def test_training_is_the_same_however_it_is_split(
+    store: Path, tmp_path: Path, workers: Workers
+) -> None:
+    wanted = workers.run(
+        moe_steps, 1, store, tmp_path / "alone", [*TWO_LAYERS, "batch.tokens_per_rank=600"], 2
+    )[0]
     assert wanted[-1].document_loss and wanted[-1].z_loss and wanted[-1].expert_imbalance
     for number, (ranks, options) in enumerate(SPLITS):
         given = [*TWO_LAYERS, "batch.tokens_per_rank=400", *options]
@@ -443,23 +544,48 @@ def test_training_is_the_same_however_it_is_split(store: Path, tmp_path: Path, w
             assert one.unused_experts == other.unused_experts, options
 
 
-def test_routing_is_the_same_however_documents_are_split(store: Path, tmp_path: Path, workers: Workers) -> None:
-    wanted = workers.run(chosen_experts, 1, store, tmp_path / "alone", [*TWO_LAYERS, "batch.tokens_per_rank=600"])[0]
+def test_routing_is_the_same_however_documents_are_split(
+    store: Path, tmp_path: Path, workers: Workers
+) -> None:
+    wanted = workers.run(
+        chosen_experts, 1, store, tmp_path / "alone", [*TWO_LAYERS, "batch.tokens_per_rank=600"]
+    )[0]
     for ranks, degree in ((2, 2), (4, 4)):
-        options = [*TWO_LAYERS, "batch.tokens_per_rank=400", "context.mode=static", f"context.degree={degree}"]
+        options = [
+            *TWO_LAYERS,
+            "batch.tokens_per_rank=400",
+            "context.mode=static",
+            f"context.degree={degree}",
+        ]
         expert = "parallel.expert_parallel_size=2"
         found = workers.run(chosen_experts, ranks, store, tmp_path / str(ranks), [*options, expert])
         assert sorted(token for own in found for token in own) == sorted(wanted)
 
 
 @pytest.mark.slow
-def test_checkpoints_continue_under_other_splits(store: Path, tmp_path: Path, workers: Workers) -> None:
-    expert = [*TINY_MOE, *TWO_LAYERS, "parallel.expert_parallel_size=2", "batch.tokens_per_rank=400"]
+def test_checkpoints_continue_under_other_splits(
+    store: Path, tmp_path: Path, workers: Workers
+) -> None:
+    expert = [
+        *TINY_MOE,
+        *TWO_LAYERS,
+        "parallel.expert_parallel_size=2",
+        "batch.tokens_per_rank=400",
+    ]
     wanted = workers.run(train, 2, store, tmp_path / "whole", expert, 3)[0][1:]
     workers.run(train_then_save, 2, store, tmp_path / "saved", expert, 1)
-    alone = workers.run(train, 1, store, tmp_path / "saved", [*TINY_MOE, *TWO_LAYERS, "batch.tokens_per_rank=600"], 2, True)[0]
+    alone = workers.run(
+        train,
+        1,
+        store,
+        tmp_path / "saved",
+        [*TINY_MOE, *TWO_LAYERS, "batch.tokens_per_rank=600"],
+        2,
+        True,
+    )[0]
     again = workers.run(train, 2, store, tmp_path / "saved", expert, 2, True)[0]
-    assert [step.loss for step in again] == [step.loss for step in wanted]  # bit by bit, the bias of the experts included
+    # Bit by bit, the bias of the experts included.
+    assert [step.loss for step in again] == [step.loss for step in wanted]
     for one, other in zip(wanted, alone, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
@@ -470,17 +596,28 @@ def test_a_checkpoint_without_native_decoder_cannot_be_split(tmp_path: Path) -> 
 
     build("olmoe", "eager").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"and parallel\.expert_parallel_size to 1"):
-        load(None, [f"model.from_pretrained={tmp_path}", "parallel.expert_parallel_size=2"], world_size=2)
+        load(
+            None,
+            [f"model.from_pretrained={tmp_path}", "parallel.expert_parallel_size=2"],
+            world_size=2,
+        )
 
 
 def test_an_expert_of_all_tokens_is_not_in_tiles() -> None:
     kept = []
     for shared in (0, 4096):
-        options = [f"model.shared_expert_intermediate_size={shared}", "train.mlp_tile_tokens=128", "model.vocab_size=300"]
+        options = [
+            f"model.shared_expert_intermediate_size={shared}",
+            "train.mlp_tile_tokens=128",
+            "model.vocab_size=300",
+        ]
         config = load(None, ["model.preset=tiny-moe", *options], world_size=1)
         tokens = Load(tokens=8192, remote=0, sent=0, held=0, fullest=0, micro_batches=1)
-        kept.append(estimate(config.model.sizes().spec, config, 1, [tokens], fused=True).activations)
-    assert kept[1] - kept[0] >= 2 * 3 * 8192 * 4096 * 4  # in two layers: gate, up and their product, in float32
+        kept.append(
+            estimate(config.model.sizes().spec, config, 1, [tokens], fused=True).activations
+        )
+    # In two layers: gate, up and their product, in float32.
+    assert kept[1] - kept[0] >= 2 * 3 * 8192 * 4096 * 4
 
 
 def test_sizes_of_presets() -> None:
@@ -491,15 +628,25 @@ def test_sizes_of_presets() -> None:
     ):
         spec = PRESETS[name].model_copy(update={"vocab_size": vocabulary}).spec
         assert spec.parameters == pytest.approx(parameters, rel=0.002)
-        assert spec.multiplied_parameters + spec.vocabulary_parameters == pytest.approx(used, rel=0.02)
+        assert spec.multiplied_parameters + spec.vocabulary_parameters == pytest.approx(
+            used, rel=0.02
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "ranks", "said"),
     [
         (["parallel.expert_parallel_size=3"], 3, "8 experts cannot be split evenly over 3 × 1"),
-        (["parallel.expert_parallel_size=4"], 6, "must divide the number of ranks in the domain, 6"),
-        (["parallel.expert_parallel_size=2", "parallel.shard_ranks=1"], 4, "divide parallel.shard_ranks, 1\n.* multiple of 2"),
+        (
+            ["parallel.expert_parallel_size=4"],
+            6,
+            "must divide the number of ranks in the domain, 6",
+        ),
+        (
+            ["parallel.expert_parallel_size=2", "parallel.shard_ranks=1"],
+            4,
+            "divide parallel.shard_ranks, 1\n.* multiple of 2",
+        ),
         (
             ["model.num_experts=3", "parallel.tensor_parallel_size=2"],
             2,
@@ -510,7 +657,11 @@ def test_sizes_of_presets() -> None:
             2,
             "shared_expert_intermediate_size = 1",
         ),
-        (["model.intermediate_size=1", "parallel.tensor_parallel_size=2"], 2, r"model\.intermediate_size = 1"),
+        (
+            ["model.intermediate_size=1", "parallel.tensor_parallel_size=2"],
+            2,
+            r"model\.intermediate_size = 1",
+        ),
         (["model.num_experts_per_tok=9"], 1, "there are only 8 experts"),
         (["model.first_dense_layers=3"], 1, "leaves none of 3 layers"),
     ],

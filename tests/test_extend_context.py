@@ -1,4 +1,5 @@
-"""The examples that extend the context at small size: a checkpoint goes through two runs and comes out with another RoPE."""
+"""The examples that extend the context at small size: a checkpoint goes through two runs and comes
+out with another RoPE."""
 
 import json
 import shutil
@@ -28,7 +29,12 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +52,27 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ).save_pretrained(checkpoint)
     for name, lengths in {"short": (10, 20, 40, 60), "long": (90, 30, 250, 140)}.items():
         words = Random(name)
-        texts = [" ".join(words.choices(["word", "there", "are", "a"], k=length)) for length in lengths * 8]
+        texts = [
+            " ".join(words.choices(["word", "there", "are", "a"], k=length))
+            for length in lengths * 8
+        ]
         source = write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in texts])
         prepare(open_corpus(str(source)), folder / name, tokenizer=str(checkpoint))
     return [
         f"model.from_pretrained={checkpoint}",
-        f"data.stores=[{{path: {folder / 'short'}, weight: 1}}, {{path: {folder / 'long'}, weight: 3}}]",
+        f"data.stores=[{{path: {folder / 'short'}, weight: 1}}, {{path: {folder / 'long'}, weight: "
+        f"3}}]",
         "data.held_out=0.1",
         "batch.global_tokens=700",
         "train.dtype=float32",
         f"context.profile={Path(__file__).parent / 'as_given.yaml'}",
         "batch.tokens_per_rank=128",
-        *("optimizer.warmup_steps=1", "optimizer.learning_rate=0.005", "eval.every=2", "eval.documents=3"),
+        *(
+            "optimizer.warmup_steps=1",
+            "optimizer.learning_rate=0.005",
+            "eval.every=2",
+            "eval.documents=3",
+        ),
         *("checkpoint.every=1", "checkpoint.keep=null", "log.tensorboard=false"),
     ]
 
@@ -71,7 +86,11 @@ def train(runs: Path, settings: list[str]) -> list[dict[str, Any]]:
     rows = []
     for name, more in (("extend_context_short", SHORT), ("extend_context", LONG)):
         run = runs / name
-        config = load(EXAMPLES / f"{name}.yaml", [*settings, *more, f"train.run_dir={run}"], world_size=dist.get_world_size())
+        config = load(
+            EXAMPLES / f"{name}.yaml",
+            [*settings, *more, f"train.run_dir={run}"],
+            world_size=dist.get_world_size(),
+        )
         run.mkdir(exist_ok=True)
         dist.barrier()
         found = checkpoint.newest(run)[0]
@@ -89,11 +108,17 @@ def rope(folder: Path) -> tuple[dict[str, Any], int]:
     return config.rope_parameters, config.max_position_embeddings
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["lora.rank=4"], marks=pytest.mark.slow)], ids=["all", "lora"])
-def test_the_example_at_small_size(workers: Workers, small: list[str], tmp_path: Path, more: list[str]) -> None:
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["lora.rank=4"], marks=pytest.mark.slow)], ids=["all", "lora"]
+)
+def test_the_example_at_small_size(
+    workers: Workers, small: list[str], tmp_path: Path, more: list[str]
+) -> None:
     merge = bool(more)
     rows = workers.run(train, 2, tmp_path, [*small, *more])[0]
-    assert [max(map(int, row["degrees"])) for row in rows][2:] != [1, 1, 1], "the long documents are split"
+    assert [max(map(int, row["degrees"])) for row in rows][2:] != [1, 1, 1], (
+        "the long documents are split"
+    )
     assert [row["validation_loss"] is not None for row in rows] == [False, True, False, True, True]
     export(tmp_path / "extend_context", tmp_path / "last", merge=merge)
     export(tmp_path / "extend_context_short", tmp_path / "first", merge=merge)

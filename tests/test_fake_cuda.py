@@ -1,6 +1,8 @@
-"""The forward of an 8B model on 64 ranks runs on fake CUDA devices, without a GPU: devices, dtypes, shapes and memory.
+"""The forward of an 8B model on 64 ranks runs on fake CUDA devices, without a GPU: devices, dtypes,
+shapes and memory.
 
-Its backward does not run there: torch's autograd asks for a device. See `test_whole_size` for whole steps.
+Its backward does not run there: torch's autograd asks for a device. See `test_whole_size` for whole
+steps.
 """
 
 from collections.abc import Iterator
@@ -18,10 +20,23 @@ from longctx.memory.model import RankMemory
 from longctx.planning.plan import Plan
 from longctx.training.objectives.objective import StepWeights
 from tests.fake_cuda import fake_cuda
-from tests.test_whole_size import FULL, LENGTHS, LONG, MODEL, PIPELINE, RANKS, RECOMPUTATION, SELECTIVE, TENSOR, VOCABULARY
+from tests.test_whole_size import (
+    FULL,
+    LENGTHS,
+    LONG,
+    MODEL,
+    PIPELINE,
+    RANKS,
+    RECOMPUTATION,
+    SELECTIVE,
+    TENSOR,
+    VOCABULARY,
+)
 from tests.whole_size import FakeHostWaits, MadeOnHost, Traced, plan_of, traced
 
-pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA")
+pytestmark = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="torch is built without CUDA"
+)
 CUDA = ["train.device=cuda", "context.kernel=reference", LONG]
 SETTINGS = {
     **RECOMPUTATION,
@@ -50,10 +65,13 @@ def forward(this: Traced) -> Iterator[torch.Tensor]:
 
 
 def loss_moment(config: Config, plan: Plan, rank: int) -> int:
-    """Returns the estimated bytes of `rank` in the loss of the first micro-batch of a run, before there is optimizer state."""
+    """Returns the estimated bytes of `rank` in the loss of the first micro-batch of a run, before
+    there is optimizer state."""
     place, domain = rank // config.parallel.tensor_parallel_size, config.domain(RANKS)
     load = list(micro_batch_loads(plan, 0, config))[place % domain]
-    step = RankMemory(config.model_source(VOCABULARY).spec, config, RANKS, load, True, place // domain)
+    step = RankMemory(
+        config.model_source(VOCABULARY).spec, config, RANKS, load, True, place // domain
+    )
     (loss,) = (moment for moment in step.moments() if moment.moment == "loss")
     return replace(loss, optimizer=0, pipeline=0).total - step.earlier_gradients
 
@@ -80,14 +98,25 @@ def test_forward(name: str) -> None:
     tokens = len(this.batch.micro_batches[0].tokens) // config.parallel.tensor_parallel_size
     hidden = this.trainer.model.spec.hidden_size
     assert len(blocks) == len(this.trainer.model.layers)
-    assert {(out.device, out.dtype, out.shape) for out in blocks} == {(device, torch.bfloat16, (tokens, hidden))}
+    assert {(out.device, out.dtype, out.shape) for out in blocks} == {
+        (device, torch.bfloat16, (tokens, hidden))
+    }
     kinds = {(kind, dtype) for kind, dtype in this.live.kinds if dtype.is_floating_point}
-    assert {dtype for kind, dtype in kinds if kind == "cuda"} <= {torch.bfloat16, torch.float32, torch.float64}
+    assert {dtype for kind, dtype in kinds if kind == "cuda"} <= {
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
     assert {dtype for kind, dtype in kinds if kind == "cpu"} == OFFLOADED.get(name, set())
     assert watch.found == set()
     if name == "first of a pipeline":
-        assert [(out.device, out.dtype, out.shape) for out in outs] == [(device, torch.bfloat16, (16384, hidden))]
+        assert [(out.device, out.dtype, out.shape) for out in outs] == [
+            (device, torch.bfloat16, (16384, hidden))
+        ]
         return
     assert [(out.device, out.dtype, out.shape) for out in outs] == [(device, torch.float32, ())]
     assert loss_moment(config, plan, rank) == pytest.approx(this.live.peak, rel=0.1)
-    print(f"{name}: {this.live.peak / 2**30:.2f} GiB, estimate {loss_moment(config, plan, rank) / 2**30:.2f}")
+    print(
+        f"{name}: {this.live.peak / 2**30:.2f} GiB, estimate "
+        f"{loss_moment(config, plan, rank) / 2**30:.2f}"
+    )

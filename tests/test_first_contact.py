@@ -1,4 +1,5 @@
-"""The first script for a GPU: its answers say what the rows say, and a part that fails takes no other with it."""
+"""The first script for a GPU: its answers say what the rows say, and a part that fails takes no
+other with it."""
 
 import json
 import sys
@@ -33,7 +34,9 @@ H100 = {"device": "NVIDIA H100 80GB HBM3", "memory": 80e9, "peak": 989e12, "atte
 
 def contact(patch: pytest.MonkeyPatch, out: Path, parts: Parts) -> tuple[list[str], str]:
     """Runs parts, each with an equal share of 1000 seconds. Returns the failures and the page."""
-    patch.setattr(first_contact, "commands", lambda part, *_, **__: ["-c", parts.get(part, ""), *CALIBRATION])
+    patch.setattr(
+        first_contact, "commands", lambda part, *_, **__: ["-c", parts.get(part, ""), *CALIBRATION]
+    )
     shares = {part: (number + 1) / len(parts) for number, part in enumerate(parts)}
     page = out.with_suffix(".md")
     failures = first_contact.contact(out, page, shares, 1000.0, small=False, gpus=1)
@@ -55,18 +58,36 @@ def line_of(page: str, start: str) -> str:
 def test_answers(tmp_path: Path) -> None:
     out = tmp_path / "first"
     checks = Table(tmp_path / "first-attention-checks.csv", attention_checks.COLUMNS, {})
-    check = {"kernel": "flash", "mask": "causal", "tensor": "out", "ring": 0.002, "single": 0.001, "right": True}
+    check = {
+        "kernel": "flash",
+        "mask": "causal",
+        "tensor": "out",
+        "ring": 0.002,
+        "single": 0.001,
+        "right": True,
+    }
     checks.append(check)
     checks.append({**check, "tensor": "dq", "ring": 0.009, "right": False})
     times = Table(tmp_path / "first-attention.csv", attention_times.COLUMNS, {})
-    cell = {"kernel": "flash", "tokens": 8192, "forward_single_tflops": 600.0, "backward_single_tflops": 400.0}
+    cell = {
+        "kernel": "flash",
+        "tokens": 8192,
+        "forward_single_tflops": 600.0,
+        "backward_single_tflops": 400.0,
+    }
     cell |= {"forward_calls_share": 0.8, "backward_calls_share": 0.9}
     times.append({**cell, "degree": 1, "forward_ring_share": 0.5, "backward_ring_share": 0.5})
     times.append({**cell, "degree": 4, "forward_ring_share": 0.93, "backward_ring_share": 0.89})
     times.append({**cell, "degree": 16, "forward_ring_share": 0.93, "backward_ring_share": 0.91})
     times.append({**cell, "degree": 64, "failed": "OutOfMemoryError: x"})
     rows = Table(tmp_path / "first-training.csv", training_gpu.COLUMNS, {})
-    row = {"tokens": 32768, "chosen": FASTEST, "options": "norms", "step_s": 1.5, "tokens_per_s": 21845.0}
+    row = {
+        "tokens": 32768,
+        "chosen": FASTEST,
+        "options": "norms",
+        "step_s": 1.5,
+        "tokens_per_s": 21845.0,
+    }
     rows.append({**row, "mfu": 0.51, "peak_gib": 50.0, "estimate_gib": 54.0})
     rows.append({**row, "tokens": 131072, "mfu": 0.51, "peak_gib": 50.0, "estimate_gib": 56.0})
     rows.append({**row, "chosen": "full", "options": "full", "failed": "error: out of memory"})
@@ -74,45 +95,81 @@ def test_answers(tmp_path: Path) -> None:
         file.write("flash,32768,1,1,0")  # of a part that was ended
     page = answers(out)
 
-    unchecked = "; ".join(sorted(f"not checked: {mask}" for mask in attention_checks.masks(1) if mask != "causal"))
-    assert line_of(page, "| flash | 1 of 2") == f"| flash | 1 of 2 | 9.00 | causal dq; {unchecked} |"
+    unchecked = "; ".join(
+        sorted(f"not checked: {mask}" for mask in attention_checks.masks(1) if mask != "causal")
+    )
+    assert (
+        line_of(page, "| flash | 1 of 2") == f"| flash | 1 of 2 | 9.00 | causal dq; {unchecked} |"
+    )
     assert line_of(page, "| flash | 8192 | 1 ").endswith("| 50% | 50% | 80% |  |")
-    assert line_of(page, "| flash | 8192 | 4 ").endswith("| 527 | 442 | 600 | 400 | 93% | 89% | 80% | not reached |")
+    assert line_of(page, "| flash | 8192 | 4 ").endswith(
+        "| 527 | 442 | 600 | 400 | 93% | 89% | 80% | not reached |"
+    )
     assert line_of(page, "| flash | 8192 | 16 ").endswith("| 93% | 91% | 80% | reached |")
     assert line_of(page, "| flash | 8192 | 64 ").endswith("| OutOfMemoryError: x |")
-    assert line_of(page, "| flash | 32768 | 1 ") == "| flash | 32768 | 1 | 527 |  |  |  |  |  |  | not measured |"
-    assert line_of(page, "| 32768 | norms").endswith("| 0.9127 | 1.5 | 21845.0 | 51.0% | 41.6 | 50.0 | MFU reached |")
+    assert (
+        line_of(page, "| flash | 32768 | 1 ")
+        == "| flash | 32768 | 1 | 527 |  |  |  |  |  |  | not measured |"
+    )
+    assert line_of(page, "| 32768 | norms").endswith(
+        "| 0.9127 | 1.5 | 21845.0 | 51.0% | 41.6 | 50.0 | MFU reached |"
+    )
     assert line_of(page, "| 131072 | norms").endswith("| MFU not reached, estimate off by +12% |")
     assert line_of(page, "| 32768 | full").endswith("| error: out of memory |")
     assert line_of(page, "| 32768 | mlp").endswith("| not measured |")
     assert line_of(page, "| launch_s") == "| launch_s | 0.025 | not measured |"
 
 
-def test_a_row_that_would_end_too_late_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch's flash attention on an H100: a rank's part of 131,072 tokens in a ring of 4 takes 170 s, of a share of 90 s."""
+def test_a_row_that_would_end_too_late_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch's flash attention on an H100: a rank's part of 131,072 tokens in a ring of 4 takes
+    170 s, of a share of 90 s."""
     clock, deadline = [0.0], 90.0
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(attention_checks, "check_cases", lambda *_: [])
 
-    def measure_cell(cell: dict[str, Any], sizes: attention_times.Sizes, device: torch.device) -> dict[str, Any]:
+    def measure_cell(
+        cell: dict[str, Any], sizes: attention_times.Sizes, device: torch.device
+    ) -> dict[str, Any]:
         pairs = cell["tokens"] ** 2 * cell["degree"] / 2
         s_per_flop = {"forward": 1 / 306e12, "backward": 2.5 / 166e12}
-        times = {kind: pairs * 4 * 32 * 128 * s_per_flop[kind.partition("_")[0]] for kind in attention_times.KINDS}
+        times = {
+            kind: pairs * 4 * 32 * 128 * s_per_flop[kind.partition("_")[0]]
+            for kind in attention_times.KINDS
+        }
         clock[0] += 5 + sum(each * (2 + repeats(each, sizes.longest_s)) for each in times.values())
-        return {**cell, **times, **{f"{kind}_{what}": 1.0 for kind in times for what in ("tflops", "share")}}
+        return {
+            **cell,
+            **times,
+            **{f"{kind}_{what}": 1.0 for kind in times for what in ("tflops", "share")},
+        }
 
     monkeypatch.setattr(attention_times, "measure_cell", measure_cell)
     times = Table(tmp_path / "times.csv", attention_times.COLUMNS, {})
     checks = Table(tmp_path / "checks.csv", attention_checks.COLUMNS, {})
-    checks.append({"kernel": "flash", "mask": "causal", "dtype": FIRST.dtype, "head_dim": FIRST.head_dim, "right": True})
+    checks.append(
+        {
+            "kernel": "flash",
+            "mask": "causal",
+            "dtype": FIRST.dtype,
+            "head_dim": FIRST.head_dim,
+            "right": True,
+        }
+    )
     attention_gpu.measure_kernel("flash", FIRST, torch.device("cpu"), times, checks, deadline)
     cells = [(row["tokens"], row["degree"]) for row in times.rows]
     assert cells == [("8192", "1"), ("8192", "4"), ("32768", "1"), ("32768", "4"), ("131072", "1")]
     assert 60 < clock[0] < deadline + 15
-    assert attention_times.needed_s({"tokens": 131072, "degree": 4, "documents": 1}, times.rows, FIRST) > 150
+    assert (
+        attention_times.needed_s({"tokens": 131072, "degree": 4, "documents": 1}, times.rows, FIRST)
+        > 150
+    )
 
 
-def test_the_first_length_is_timed_before_masks_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_length_is_timed_before_masks_that_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Flash-attn 4 compiles for each mask, which may take all of its time."""
     done: list[object] = []
 
@@ -122,14 +179,23 @@ def test_the_first_length_is_timed_before_masks_that_are_not(tmp_path: Path, mon
 
     def measure_cell(cell: dict[str, Any], *_: Any) -> dict[str, Any]:
         done.append(cell["tokens"])
-        return {**cell, **{f"{kind}{end}": 0.01 for kind in attention_times.KINDS for end in ("", "_tflops", "_share")}}
+        return {
+            **cell,
+            **{
+                f"{kind}{end}": 0.01
+                for kind in attention_times.KINDS
+                for end in ("", "_tflops", "_share")
+            },
+        }
 
     monkeypatch.setattr(attention_checks, "check_kernel", check_kernel)
     monkeypatch.setattr(attention_times, "measure_cell", measure_cell)
     times = Table(tmp_path / "times.csv", attention_times.COLUMNS, {})
     checks = Table(tmp_path / "checks.csv", attention_checks.COLUMNS, {})
     sizes = replace(SMOKE, degrees=(4,), documents=(1,))
-    attention_gpu.measure_kernel("cpu", sizes, torch.device("cpu"), times, checks, time.monotonic() + 99)
+    attention_gpu.measure_kernel(
+        "cpu", sizes, torch.device("cpu"), times, checks, time.monotonic() + 99
+    )
     assert done == ["causal", "dense", 64, "window", "window with sinks", "prefix", 128]
 
 
@@ -137,7 +203,8 @@ def test_the_first_length_is_timed_before_masks_that_are_not(tmp_path: Path, mon
 def test_a_kernel_that_is_refused_for_determinism_alone_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`auto` trains with it, unless settings ask for determinism. Checks have as many heads for a key head as what is timed."""
+    """`auto` trains with it, unless settings ask for determinism. Checks have as many heads for a
+    key head as what is timed."""
     asked: list[tuple[bool, tuple[int, ...]]] = []
 
     class Unordered:
@@ -157,7 +224,10 @@ def test_a_kernel_that_is_refused_for_determinism_alone_is_checked(
     sizes = replace(SMOKE, heads=32, kv_heads=8, checked_heads=16)
     device = torch.device("cpu")
     (case, *others) = attention_checks.check_cases("unordered", sizes, device)
-    assert len(others) == 4 and "two runs may differ: unordered adds in any order" in capsys.readouterr().out
+    assert (
+        len(others) == 4
+        and "two runs may differ: unordered adds in any order" in capsys.readouterr().out
+    )
     checks = Table(tmp_path / "first-attention-checks.csv", attention_checks.COLUMNS, {})
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
@@ -167,30 +237,47 @@ def test_a_kernel_that_is_refused_for_determinism_alone_is_checked(
         dist.destroy_process_group()
     assert set(asked) == {(False, (16, 4))}
     assert [row["same_bits"] for row in checks.rows] == ["True", "False", "True", "True"]
-    assert line_of("\n".join(kernels(checks.rows)), "| unordered").endswith("; two runs may differ |")
+    assert line_of("\n".join(kernels(checks.rows)), "| unordered").endswith(
+        "; two runs may differ |"
+    )
 
 
 def test_a_part_that_dies_hangs_or_says_nothing_leaves_the_others_and_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a part started goes with it, also in a session of its own, as torchrun's processes are: it would hold the GPU."""
+    """What a part started goes with it, also in a session of its own, as torchrun's processes are:
+    it would hold the GPU."""
     started = tmp_path / "started"
-    hangs = "import pathlib, subprocess, time; other = subprocess.Popen(['sleep', '99'], start_new_session=True)\n"
+    hangs = (
+        "import pathlib, subprocess, time; other = subprocess.Popen(['sleep', '99'], "
+        "start_new_session=True)\n"
+    )
     hangs += f"pathlib.Path({str(started)!r}).write_text(str(other.pid)); time.sleep(99)"
     device = f"open({str(tmp_path / 'first-device.json')!r}, 'w').write('{{')"
     parts = {
         "device": "print('no GPU answers'); raise SystemExit(3)",
-        "attention": "import os; print('flash-attn is broken', flush=True); os.kill(os.getpid(), 11)",
+        "attention": "import os; print('flash-attn is broken', flush=True); os.kill(os.getpid(), "
+        "11)",
         "training": hangs,
         "profile": "print('the last part ran')",
     }
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + (1000.0 if started.exists() else 0.0))
     failures, page = contact(monkeypatch, tmp_path / "first", parts)
-    assert [failure.split(",")[0] for failure in failures[:2]] == ["device: exit status 3", "attention: exit status -11"]
+    assert [failure.split(",")[0] for failure in failures[:2]] == [
+        "device: exit status 3",
+        "attention: exit status -11",
+    ]
     assert failures[2].startswith("training: ended after ") and len(failures) == 3
-    assert "**Failed** attention: exit status -11, at the end of its output:\n\n```\nflash-attn is broken\n```" in page
-    assert "# First contact: unknown device" in page and "- profile: done in" in page and "| 32768 | norms" in page
+    assert (
+        "**Failed** attention: exit status -11, at the end of its output:\n\n```\nflash-attn is "
+        "broken\n```" in page
+    )
+    assert (
+        "# First contact: unknown device" in page
+        and "- profile: done in" in page
+        and "| 32768 | norms" in page
+    )
     assert "the last part ran" in capfd.readouterr().out
     pid = int(started.read_text())
     status = Path(f"/proc/{pid}/stat")
@@ -200,14 +287,21 @@ def test_a_part_that_dies_hangs_or_says_nothing_leaves_the_others_and_the_file(
     assert "## Do messages between GPUs work?" in page and "# First contact: unknown device" in page
 
 
-def test_a_section_that_cannot_be_read_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_cannot_be_read_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "first-profile.yaml").write_text("linear_s_per_token: 1")
     failures, page = contact(monkeypatch, tmp_path / "first", {"profile": ""})
-    assert [failure.startswith("What are the planner's constants here? ProfileError: ") for failure in failures] == [True]
+    assert [
+        failure.startswith("What are the planner's constants here? ProfileError: ")
+        for failure in failures
+    ] == [True]
     assert "**Failed** What are the planner's" in page and "| 32768 | norms" in page
 
 
-def test_the_page_stands_before_the_first_part_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_stands_before_the_first_part_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = f"print(open({str(tmp_path / 'first.md')!r}).read())"
     contact(monkeypatch, tmp_path / "first", {"device": seen})
     assert "- no part has ended" in Path(tmp_path / "first-device.log").read_text()
@@ -225,7 +319,9 @@ def test_all_parts_end_within_a_quarter_of_an_hour(gpus: int) -> None:
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_every_part_is_a_command_that_exists(gpus: int) -> None:
     parts, _ = first_contact.plan(gpus, dry=False)
-    assert ("messages" in parts) == (gpus > 1) and list(parts) == [part for part in first_contact.DRY if part in parts]
+    assert ("messages" in parts) == (gpus > 1) and list(parts) == [
+        part for part in first_contact.DRY if part in parts
+    ]
     for part in parts:
         module, *words = first_contact.commands(part, Path("out"), 1.0, small=False, gpus=gpus)
         if module != "-m":
@@ -253,9 +349,20 @@ def test_a_dry_run_names_rows_that_failed_or_are_missing(tmp_path: Path) -> None
     """Parts end with 0 then, as on a GPU the other rows are worth having."""
     out = tmp_path / "dry"
     rows = Table(tmp_path / "dry-training.csv", training_gpu.COLUMNS, {})
-    rows.append({"tokens": 256, "chosen": "mlp", "options": "mlp", "failed": "error: train.recompute: unknown"})
+    rows.append(
+        {
+            "tokens": 256,
+            "chosen": "mlp",
+            "options": "mlp",
+            "failed": "error: train.recompute: unknown",
+        }
+    )
     found = list(Page(out, CALIBRATION, small=True).missing())
-    assert {"attention-checks: no rows", "attention: no rows", "attention-elementwise: no rows"} < set(found)
+    assert {
+        "attention-checks: no rows",
+        "attention: no rows",
+        "attention-elementwise: no rows",
+    } < set(found)
     assert any("error: train.recompute: unknown" in line for line in found)
     assert any(line.startswith("| 256 | selective, not compiled") for line in found)
 
@@ -263,13 +370,22 @@ def test_a_dry_run_names_rows_that_failed_or_are_missing(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["first_contact.py", "--dry-run", "--out", str(tmp_path / "first")])
+    monkeypatch.setattr(
+        sys, "argv", ["first_contact.py", "--dry-run", "--out", str(tmp_path / "first")]
+    )
     with pytest.raises(SystemExit) as ended:
         first_contact.main()
     page = (tmp_path / "first-dry-run.md").read_text()
     assert ended.value.code == 0, page
     assert [path.name for path in tmp_path.iterdir()] == ["first-dry-run.md"]
-    assert all(f"- {part}: done in" in page for part in first_contact.DRY) and page.count("not shown here") == 6
+    assert (
+        all(f"- {part}: done in" in page for part in first_contact.DRY)
+        and page.count("not shown here") == 6
+    )
     assert line_of(page, "| 131072 | mlp").endswith("| not measured |")
-    assert "| cpu | 20 of 20 |" in page and "| cpu | 128 | 4 |" in page and "| 256 | none | cpu |" in page
+    assert (
+        "| cpu | 20 of 20 |" in page
+        and "| cpu | 128 | 4 |" in page
+        and "| 256 | none | cpu |" in page
+    )
     assert "6 skipped" in page and "intra_node_bytes_per_s: " in page

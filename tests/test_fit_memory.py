@@ -1,4 +1,5 @@
-"""`train.fit_memory`: a run that would not fit changes what costs the least time, the same on all ranks."""
+"""`train.fit_memory`: a run that would not fit changes what costs the least time, the same on all
+ranks."""
 
 from pathlib import Path
 
@@ -12,16 +13,36 @@ from longctx.memory import fitting
 from longctx.memory.fitting import ROOM, RunMemory, changes_between
 
 SAVING = [
-    *("train.recompute=full", "train.offload_activations=true", "train.offload_optimizer=true", "train.mlp_tile_tokens=2048"),
-    *("context.max_remote_tokens=2000", "context.two_level_exchange=false", "parallel.reduce_after=micro_batch"),
+    *(
+        "train.recompute=full",
+        "train.offload_activations=true",
+        "train.offload_optimizer=true",
+        "train.mlp_tile_tokens=2048",
+    ),
+    *(
+        "context.max_remote_tokens=2000",
+        "context.two_level_exchange=false",
+        "parallel.reduce_after=micro_batch",
+    ),
 ]
 """All that saves memory."""
 
 
 def settings(store: Path, *more: str) -> list[str]:
     """Settings of a run that does not keep K and V."""
-    given = ["context.keep_kv=false", "batch.tokens_per_rank=2000", "train.steps=4", "data.max_length=500"]
-    return ["train.fit_memory=true", f"data.store={store}", "parallel.reshard_after=block", *given, *more]
+    given = [
+        "context.keep_kv=false",
+        "batch.tokens_per_rank=2000",
+        "train.steps=4",
+        "data.max_length=500",
+    ]
+    return [
+        "train.fit_memory=true",
+        f"data.store={store}",
+        "parallel.reshard_after=block",
+        *given,
+        *more,
+    ]
 
 
 def fit(config: Config, store: Path, ranks: int, available: int) -> Config:
@@ -48,14 +69,21 @@ def test_a_run_changes_only_as_much_as_it_must(store: Path, ranks: int) -> None:
         assert needs(found, store, ranks) <= room
         said = changes_between(config, found)
         assert said.startswith("train.fit_memory: --")
-        assert load(None, [*settings(store), *(word[2:] for word in said.split()[1:])], world_size=ranks) == found
+        assert (
+            load(
+                None, [*settings(store), *(word[2:] for word in said.split()[1:])], world_size=ranks
+            )
+            == found
+        )
         seen.add(said)
     assert len(seen) > 1
 
 
 def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
     rings = ["context.mode=static", "context.degree=3"]
-    config = load(None, [word for word in settings(store, *rings) if "keep_kv" not in word], world_size=3)
+    config = load(
+        None, [word for word in settings(store, *rings) if "keep_kv" not in word], world_size=3
+    )
     keeping = config.changed({"context.keep_kv": True})
     more, less = (needs(each, store, 3) for each in (keeping, config))
     assert more > less
@@ -67,10 +95,14 @@ def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
     assert fit(explicit, store, 3, 1 << 40) == explicit
 
 
-@pytest.mark.parametrize(("setting", "device", "fits"), [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True)])
+@pytest.mark.parametrize(
+    ("setting", "device", "fits"), [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True)]
+)
 def test_on_gpus_by_default(setting: bool | None, device: str, fits: bool) -> None:
     config = Config().changed({"train.fit_memory": setting})
-    assert RunMemory(config.model_source().spec, None, 1, device == "cuda").may_change(config) == fits
+    assert (
+        RunMemory(config.model_source().spec, None, 1, device == "cuda").may_change(config) == fits
+    )
 
 
 def test_less_room_is_better_than_a_refusal(store: Path) -> None:
@@ -85,7 +117,9 @@ def test_less_room_is_better_than_a_refusal(store: Path) -> None:
 def test_copies_of_weights_are_kept(store: Path) -> None:
     """Which ranks share weights is settled before ranks can compare their memory."""
     config = load(None, settings(store, "parallel.shard_ranks=1"), world_size=2)
-    assert fit(config, store, 2, int(0.6 * needs(config, store, 2) / ROOM)).parallel.shard_ranks == 1
+    assert (
+        fit(config, store, 2, int(0.6 * needs(config, store, 2) / ROOM)).parallel.shard_ranks == 1
+    )
 
 
 def test_a_run_trains_with_what_fits(
@@ -93,12 +127,18 @@ def test_a_run_trains_with_what_fits(
 ) -> None:
     short = settings(store, "train.steps=1", "batch.global_tokens=2000")
     config = load(None, short, world_size=1)
-    monkeypatch.setattr(fitting, "available_bytes", lambda device, ranks: int(0.8 * needs(config, store, 1)))
+    monkeypatch.setattr(
+        fitting, "available_bytes", lambda device, ranks: int(0.8 * needs(config, store, 1))
+    )
     words = [f"--{word}" for word in short]
     assert main(["train", *words, f"--train.run_dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().out
     assert "\ntrain.fit_memory: --train.recompute=" in said
     header = (tmp_path / "run/config.yaml").read_text().splitlines()[1]
-    assert header.startswith("# train.fit_memory: --train.recompute="), "what was changed stands above the settings"
+    assert header.startswith("# train.fit_memory: --train.recompute="), (
+        "what was changed stands above the settings"
+    )
     written = load(tmp_path / "run/config.yaml", [])
-    assert written.train.recompute != "none" and f"--train.recompute={written.train.recompute}" in said
+    assert (
+        written.train.recompute != "none" and f"--train.recompute={written.train.recompute}" in said
+    )

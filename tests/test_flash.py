@@ -1,4 +1,5 @@
-"""The flash kernel with every library, on the CPU: fakes have the libraries' arguments and pitfalls (`flash_fakes`)."""
+"""The flash kernel with every library, on the CPU: fakes have the libraries' arguments and pitfalls
+(`flash_fakes`)."""
 
 import itertools
 import logging
@@ -86,7 +87,9 @@ Drawn = tuple[list[Segment], int, int]
 @st.composite
 def segment_lists(draw: st.DrawFn) -> Drawn:
     """Draws disjoint segments in any order of queries and keys, with gaps."""
-    shapes = draw(st.lists(st.tuples(*[st.integers(0, 3), st.integers(1, 9)] * 2), min_size=1, max_size=5))
+    shapes = draw(
+        st.lists(st.tuples(*[st.integers(0, 3), st.integers(1, 9)] * 2), min_size=1, max_size=5)
+    )
     bands = draw(st.sampled_from(["causal", "dense", "any"]))
     key_order = draw(st.permutations(range(len(shapes))))
     keys, k_stop = {}, 0
@@ -115,16 +118,22 @@ def segment_lists(draw: st.DrawFn) -> Drawn:
                 )
             )
         q_stop += gap + count
-    return draw(st.permutations(segments)), q_stop + draw(st.integers(0, 2)), k_stop + draw(st.integers(0, 2))
+    return (
+        draw(st.permutations(segments)),
+        q_stop + draw(st.integers(0, 2)),
+        k_stop + draw(st.integers(0, 2)),
+    )
 
 
 def check(libraries: Sequence[Library], drawn: Drawn, seed: int = 0, **options: Any) -> None:
-    """Checks forward and backward against the reference, with a log-sum-exp that includes other calls."""
+    """Checks forward and backward against the reference, with a log-sum-exp that includes other
+    calls."""
     segments, q_rows, k_rows = drawn
     asked = Options(0.4, **options)
     generator = torch.Generator().manual_seed(seed)
     q, dout = (torch.randn(q_rows, 4, 8, generator=generator) for _ in range(2))
-    k, v = torch.randn(k_rows, 2, 16, generator=generator).split(8, dim=2)  # strided, as rows of an exchange are
+    # strided, as rows of an exchange are.
+    k, v = torch.randn(k_rows, 2, 16, generator=generator).split(8, dim=2)
     out, lse = reference.forward(q, k, v, segments, asked)
     tensors = dout, q, k, v, out * 0.6, lse + 0.5
     gradients = reference.backward(*tensors, segments, asked)
@@ -138,13 +147,19 @@ def check(libraries: Sequence[Library], drawn: Drawn, seed: int = 0, **options: 
 @settings(max_examples=examples(100), deadline=None)
 def test_every_library_computes_the_segments(drawn: Drawn, seed: int, cap: float) -> None:
     capped = KernelRequest("cuda", torch.bfloat16, 8, 8, softcap=bool(cap))
-    check([library for library in LIBRARIES if not cap or not library.refusal(capped, HOPPER)], drawn, seed, softcap=cap)
+    check(
+        [library for library in LIBRARIES if not cap or not library.refusal(capped, HOPPER)],
+        drawn,
+        seed,
+        softcap=cap,
+    )
 
 
 @pytest.mark.parametrize(
     "drawn",
     [
-        ([Segment(0, 9, 0, 3, None, 0)], 10, 9),  # unlimited to the right for no query, though the limit reaches all keys
+        # Unlimited to the right for no query, though the limit reaches all keys.
+        ([Segment(0, 9, 0, 3, None, 0)], 10, 9),
         ([Segment(0, 9, 0, 3, -8, None)], 10, 9),  # the other side limited
         ([Segment(0, 9, 0, 3, -8, 1)], 10, 9),
         ([Segment(0, 3, 0, 9, 2, None)], 10, 9),
@@ -162,7 +177,12 @@ def test_segments_of_trees(mask: Mask) -> None:
     for rank in range(3):
         layout = Layout.of([Placement(0, 0, 3)], [TURNS.length], 0, rank, {0: TURNS})
         for call in RingSchedule.build(layout, mask=mask).calls:
-            rows = [max(stops) for stops in zip(*((each.q_stop, each.k_stop) for each in call.segments), strict=True)]
+            rows = [
+                max(stops)
+                for stops in zip(
+                    *((each.q_stop, each.k_stop) for each in call.segments), strict=True
+                )
+            ]
             check(LIBRARIES, (list(call.segments), rows[0], rows[1]))
 
 
@@ -181,7 +201,9 @@ def test_flash_3_leaves_processors_to_messages(overlapped: bool) -> None:
     assert margins == [16 * overlapped] * 2
 
 
-def test_a_deterministic_backward_is_tried(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_backward_is_tried(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Flash-attn 3 up to 2.8.3 takes `deterministic=True` and ignores it: a few calls tell."""
     monkeypatch.setattr(repeatability, "TOKENS", 12)
     monkeypatch.setattr(repeatability, "REPEATS", 4)
@@ -197,14 +219,29 @@ def test_a_deterministic_backward_is_tried(library: Library, monkeypatch: pytest
         return dq, dk, dv
 
     why = repeatability.differs(replace(library, backward=backward), request)
-    assert why == "its deterministic backward gave another dk for the same inputs: install a newer version"
+    assert (
+        why
+        == "its deterministic backward gave another dk for the same inputs: install a newer version"
+    )
 
 
-def test_a_library_that_is_not_deterministic_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_deterministic_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
-    monkeypatch.setattr(flash, "differs", lambda library, request: "differs" if library.name == "flash-attn 4" else None)
-    chosen = [Flash().library(BF16._replace(deterministic=deterministic)) for deterministic in (False, True)]
-    assert [library.name for library in chosen if isinstance(library, Library)] == ["flash-attn 4", "flash-attn 3"]
+    monkeypatch.setattr(
+        flash,
+        "differs",
+        lambda library, request: "differs" if library.name == "flash-attn 4" else None,
+    )
+    chosen = [
+        Flash().library(BF16._replace(deterministic=deterministic))
+        for deterministic in (False, True)
+    ]
+    assert [library.name for library in chosen if isinstance(library, Library)] == [
+        "flash-attn 4",
+        "flash-attn 3",
+    ]
 
 
 def test_unequal_head_sizes() -> None:
@@ -212,7 +249,12 @@ def test_unequal_head_sizes() -> None:
     library = LIBRARIES[NAMES.index("flash-attn 3")]
     assert library.refusal(KernelRequest("cuda", torch.bfloat16, 192, 128), HOPPER) is None
     kernel = Over([library])
-    q, k, v, dout = torch.randn(5, 2, 24), torch.randn(5, 1, 24), torch.randn(5, 1, 16), torch.randn(5, 2, 16)
+    q, k, v, dout = (
+        torch.randn(5, 2, 24),
+        torch.randn(5, 1, 24),
+        torch.randn(5, 1, 16),
+        torch.randn(5, 2, 16),
+    )
     segments = [Segment(1, 5, 1, 5, hi=0)]
     out, lse = reference.forward(q, k, v, segments, Options(0.3))
     torch.testing.assert_close(kernel.forward(q, k, v, segments, Options(0.3)), (out, lse))
@@ -222,26 +264,36 @@ def test_unequal_head_sizes() -> None:
     )
 
 
-def calls_made(segments: list[Segment] | tuple[Segment, ...]) -> list[tuple[int | None, int | None]]:
+def calls_made(
+    segments: list[Segment] | tuple[Segment, ...],
+) -> list[tuple[int | None, int | None]]:
     return [window for window, _ in flash._groups(segments)]
 
 
 def test_one_call_for_each_call_of_a_ring() -> None:
-    """For any degrees: local calls with documents of one token and more, the rounds' calls, and a window that is longer than
-    some documents and shorter than others."""
-    assert calls_made([Segment(a, b, a, b, hi=0) for a, b in pairwise((0, 1, 6, 7, 307))]) == [(None, 0)]
+    """For any degrees: local calls with documents of one token and more, the rounds' calls, and a
+    window that is longer than some documents and shorter than others."""
+    assert calls_made([Segment(a, b, a, b, hi=0) for a, b in pairwise((0, 1, 6, 7, 307))]) == [
+        (None, 0)
+    ]
     lengths = (1, 40, 60, 90)
     placements = (Placement(0, 1, 1), Placement(1, 0, 2), Placement(2, 1, 3), Placement(3, 0, 4))
     case = Case(4, lengths, placements, exchange_rounds=2)
     for rank in range(4):
         schedule = RingSchedule.build(case.layout(rank))
-        for call in (*schedule.local, *(call for round_ in schedule.rounds for call in round_.calls)):
+        for call in (
+            *schedule.local,
+            *(call for round_ in schedule.rounds for call in round_.calls),
+        ):
             assert len(calls_made(call.segments)) == 1
             plan = flash._plans(call.segments, 1000, 1000, torch.device("cpu"), None)[0]
             assert plan.k_rows is None, "nothing is gathered"
     windowed = [area for length in (1, 9, 16, 17, 90) for area in Mask(window=16).areas(0, length)]
     starts = accumulate((area.q_stop for area in windowed), initial=0)
-    packed = [Segment(s, s + a.q_stop, s, s + a.k_stop, a.lo, a.hi) for s, a in zip(starts, windowed, strict=False)]
+    packed = [
+        Segment(s, s + a.q_stop, s, s + a.k_stop, a.lo, a.hi)
+        for s, a in zip(starts, windowed, strict=False)
+    ]
     assert calls_made(packed) == [(15, 0)]
 
 
@@ -284,7 +336,10 @@ def test_the_best_library_is_chosen_and_named(
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     slow = capability in (HOPPER, BLACKWELL) and wanted == "flash-attn 2"
     assert len(warned) == slow, "slow on Hopper and Blackwell, and said once"
-    way_out = "pip install '.[flash]' in the folder of longctx's source code (flash-attn 4: supports head sizes up to 128"
+    way_out = (
+        "pip install '.[flash]' in the folder of longctx's source code (flash-attn 4: "
+        "supports head sizes up to 128"
+    )
     assert all(way_out in message for message in warned)
     monkeypatch.setitem(KERNELS, "flash", Flash())
     choose_kernel.cache_clear()
@@ -292,27 +347,45 @@ def test_the_best_library_is_chosen_and_named(
     choose_kernel.cache_clear()
 
 
-def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Queries, keys that were received for a ring, and strides; what a library pads counts too."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(flash, "differs", lambda library, request: None)
     choose_kernel.cache_clear()
 
-    def request(q: int, keys: int, heads: int = 32, packed: int = 1, segments: int = 1) -> KernelRequest:
+    def request(
+        q: int, keys: int, heads: int = 32, packed: int = 1, segments: int = 1
+    ) -> KernelRequest:
         shapes = (q, heads, 128), (keys, packed, 8, 128), (keys, packed, 8, 128)
         tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
         whole = [x if x.dim() == 3 else x[:, 0] for x in tensors]
-        made = request_of(*whole, (Segment(0, 1, 0, 1),) * segments, softcap=False, deterministic=False)
+        made = request_of(
+            *whole, (Segment(0, 1, 0, 1),) * segments, softcap=False, deterministic=False
+        )
         return made._replace(device="cuda")
 
-    queries, keys, strided, padded = (600_000, 600_000), (300_000, 2_100_000), (9, 1_100_000, 32, 2), (500_000, 9, 32, 1, 100)
+    queries, keys, strided, padded = (
+        (600_000, 600_000),
+        (300_000, 2_100_000),
+        (9, 1_100_000, 32, 2),
+        (500_000, 9, 32, 1, 100),
+    )
     for large in (request(*queries), request(*keys), request(*strided), request(*padded)):
         assert choose_kernel("auto", large) is KERNELS["triton"]
-        with pytest.raises(KernelError, match=r"less than 2,147,483,648 elements.*at least 2,\d{3},\d{3},\d{3}: use fewer"):
+        with pytest.raises(
+            KernelError,
+            match=r"less than 2,147,483,648 elements.*at least 2,\d{3},\d{3},\d{3}: use fewer",
+        ):
             choose_kernel("flash", large)
     for small in (request(500_000, 500_000), request(9, 1_000_000, packed=2)):
         assert choose_kernel("auto", small) is KERNELS["flash"]
-    monkeypatch.setattr(flash, "request_of", lambda *given, **more: request_of(*given, **more)._replace(device="cuda"))
+    monkeypatch.setattr(
+        flash,
+        "request_of",
+        lambda *given, **more: request_of(*given, **more)._replace(device="cuda"),
+    )
     q = torch.empty(600_000, 32, 128, dtype=torch.bfloat16, device="meta")
     with pytest.raises(UserError, match="less than 2,147,483,648 elements"):
         Flash().forward(q, q, q, (Segment(0, 600_000, 0, 600_000, None, 0),), Options(1.0))
@@ -327,12 +400,19 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
         (of(60), HOPPER, ["divisible by 8"]),
         (of(64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"]),
         (of(512), HOPPER, ["flash-attn 2: supports head sizes up to 256, not 512"]),
-        (of(512, deterministic=True), HOPPER, ["flash-attn 3: supports head sizes up to 192, not 512, with a deterministic"]),
+        (
+            of(512, deterministic=True),
+            HOPPER,
+            ["flash-attn 3: supports head sizes up to 192, not 512, with a deterministic"],
+        ),
         (BF16, (7, 5), ["flash-attn 3: supports only Hopper", "flash-attn 2: needs Ampere"]),
     ],
 )
 def test_refusals_say_why(
-    request_: KernelRequest, capability: tuple[int, int], parts: list[str], monkeypatch: pytest.MonkeyPatch
+    request_: KernelRequest,
+    capability: tuple[int, int],
+    parts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     why = Flash().library(request_)
@@ -347,10 +427,14 @@ def test_on_the_cpu_it_is_refused() -> None:
 
 
 def test_refusals_of_torch() -> None:
-    """Torch's operators do not support a soft cap, and this machine's build may lack the operators."""
+    """Torch's operators do not support a soft cap, and this machine's build may lack the
+    operators."""
     library = LIBRARIES[NAMES.index("torch's flash operators")]
     assert library.refusal(BF16, AMPERE) is None
-    assert library.refusal(KernelRequest("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE) == "does not support a soft cap"
+    assert (
+        library.refusal(KernelRequest("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE)
+        == "does not support a soft cap"
+    )
     missing = library.missing()
     assert (missing is None) == torch.backends.cuda.is_flash_attention_available()
 
@@ -372,12 +456,16 @@ OF_FLASH_2 = {
         softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None""",
     "_flash_attn_bwd": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0",
 }
-"""The functions of flash_attn.cute.interface that flash-attn 2.8.3 installs, with the arguments that matter."""
+"""The functions of flash_attn.cute.interface that flash-attn 2.8.3 installs, with the arguments
+that matter."""
 
 
 def test_only_the_tested_flash_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions are private, and flash-attn 2.8.3 has modules of the same names. The extra installs it."""
-    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    """Its functions are private, and flash-attn 2.8.3 has modules of the same names. The extra
+    installs it."""
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert extras["flash"] == [f"flash-attn-4=={flash_4.TESTED}"]
 
     def never_called(arguments: object) -> None:
@@ -397,14 +485,20 @@ def test_only_the_tested_flash_4_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
         assert flash_4.missing() == "not installed: pip install flash-attn-4==4.0.0b36"
     monkeypatch.setattr(flash_4, "version", lambda name: "4.0.0b37")
     why = flash_4.missing()
-    assert why is not None and why.startswith("4.0.0b37 is installed, but only 4.0.0b36 is known to work")
+    assert why is not None and why.startswith(
+        "4.0.0b37 is installed, but only 4.0.0b36 is known to work"
+    )
 
 
 @pytest.mark.parametrize("writable", [False, True])
-def test_flash_4_keeps_compiled_kernels(writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_4_keeps_compiled_kernels(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a folder of this user alone: others must not put code there. What is set already wins."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "environ", environment := {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "elsewhere"})
+    monkeypatch.setattr(
+        os, "environ", environment := {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "elsewhere"}
+    )
     folder = tmp_path / f"longctx-{os.getuid()}"
     if writable:
         folder.mkdir()
@@ -427,15 +521,23 @@ RATIO = 2
 def variants(segments: Any, q_rows: int, k_rows: int) -> dict[str, set[Variant]]:
     """Returns by what flash-attn 4 compiles the calls for some segments.
 
-    Of both passes: causal, limited to the left and to the right, and whether there are more than 256 sequences. Forward also by
-    the queries of one block, or of two on Blackwell; backward by queries and keys of one block, for all sizes of these blocks.
+    Of both passes: causal, limited to the left and to the right, and whether there are more than
+    256 sequences. Forward also by the queries of one block, or of two on Blackwell; backward by
+    queries and keys of one block, for all sizes of these blocks.
     """
     seen: dict[str, set[Variant]] = {"forward": set(), "backward": set()}
     for plan in flash._plans(tuple(segments), q_rows, k_rows, torch.device("cpu"), None):
         calls = plan.sequences
-        both = calls.causal, calls.left is not None, calls.right is not None, len(calls.edges_q) > 257
+        both = (
+            calls.causal,
+            calls.left is not None,
+            calls.right is not None,
+            len(calls.edges_q) > 257,
+        )
         seen["forward"].add((*both, *(RATIO * calls.longest_q <= rows for rows in (128, 192, 256))))
-        seen["backward"].add((*both, *(calls.longest_q <= rows for rows in (64, 80, 128)), calls.longest_k <= 128))
+        seen["backward"].add(
+            (*both, *(calls.longest_q <= rows for rows in (64, 80, 128)), calls.longest_k <= 128)
+        )
     return seen
 
 
@@ -447,7 +549,9 @@ class Variants:
 
     refusal = staticmethod(reference.refusal)
 
-    def record(self, way: str, q: torch.Tensor, k: torch.Tensor, segments: Any, options: Options) -> None:
+    def record(
+        self, way: str, q: torch.Tensor, k: torch.Tensor, segments: Any, options: Options
+    ) -> None:
         assert (q.shape[1], k.shape[1]) == (2 * RATIO, 2) and options.deterministic
         self.seen[way] |= variants(segments, len(q), len(k))[way]
 
@@ -455,7 +559,9 @@ class Variants:
         self.record("forward", q, k, segments, options)
         return torch.zeros_like(q), torch.zeros(q.shape[:2])
 
-    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segments: Any, *rest: Any) -> Any:
+    def backward(
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segments: Any, *rest: Any
+    ) -> Any:
         self.record("backward", q, k, segments, rest[-1])
 
 
@@ -470,7 +576,12 @@ def compiled(window: bool) -> dict[str, set[Variant]]:
     return kernel.seen
 
 
-BLOCKS: list[Any] = [("forward", 4), ("forward", 5), ("forward", 4, 6), *(("backward", place, 7) for place in (4, 5, 6))]
+BLOCKS: list[Any] = [
+    ("forward", 4),
+    ("forward", 5),
+    ("forward", 4, 6),
+    *(("backward", place, 7) for place in (4, 5, 6)),
+]
 """A pass, and the places in its variants that depend on the blocks of some GPU and head size."""
 
 
@@ -485,7 +596,9 @@ def same(a: Variant, b: Variant, places: list[int]) -> bool:
     window=st.none() | st.integers(1, 200),
 )
 @settings(max_examples=examples(80), deadline=None)
-def test_all_variants_of_a_ring_are_compiled(lengths: list[int], short: int, degree: int, window: int | None) -> None:
+def test_all_variants_of_a_ring_are_compiled(
+    lengths: list[int], short: int, degree: int, window: int | None
+) -> None:
     """A GPU has one size of each block."""
     rings = [Placement(i, 0, degree) for i in range(len(lengths))]
     rings += [Placement(len(lengths) + i, i % 2 % degree, 1) for i in range(short)]
@@ -498,7 +611,9 @@ def test_all_variants_of_a_ring_are_compiled(lengths: list[int], short: int, deg
             made = variants(call.segments, tokens, tokens if call.rows is None else len(call.rows))
             for way, *block in BLOCKS:
                 for variant in made[way]:
-                    assert any(same(variant, other, [0, 1, 2, 3, *block]) for other in known[way]), (way, block, variant)
+                    assert any(
+                        same(variant, other, [0, 1, 2, 3, *block]) for other in known[way]
+                    ), (way, block, variant)
 
 
 def test_the_switch_of_torch_is_set_back() -> None:

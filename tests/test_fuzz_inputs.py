@@ -1,4 +1,5 @@
-"""Inputs with mistakes end with a message that says what is wrong, never with a traceback, and within seconds."""
+"""Inputs with mistakes end with a message that says what is wrong, never with a traceback, and
+within seconds."""
 
 from collections.abc import Iterator
 

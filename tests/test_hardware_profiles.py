@@ -9,7 +9,12 @@ import pytest
 import yaml
 
 from longctx.cli import main
-from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError, shipped_profiles
+from longctx.planning.hardware_profile import (
+    SHIPPED,
+    HardwareProfile,
+    ProfileError,
+    shipped_profiles,
+)
 from longctx.training.metrics import peak_flops
 from longctx.training.run_profile import read_described
 
@@ -25,8 +30,11 @@ def test_a_shipped_profile_says_where_it_comes_from(name: str) -> None:
 
 def test_an_h200_differs_from_an_h100_in_what_memory_makes_faster() -> None:
     h200 = HardwareProfile.load("h200-nvlink-ib")
-    assert {name for name, value in h200.to_dict().items() if value != H100.to_dict()[name]} == {"linear_s_per_token"}
-    moved = 3 * 32 * 2 * (2 * 2 * 4096 + 2 * 3 * 4096 + 2 * 5120 + 3 * 14336)  # bytes per token, as in `about`
+    assert {name for name, value in h200.to_dict().items() if value != H100.to_dict()[name]} == {
+        "linear_s_per_token"
+    }
+    # Bytes per token, as in `about`.
+    moved = 3 * 32 * 2 * (2 * 2 * 4096 + 2 * 3 * 4096 + 2 * 5120 + 3 * 14336)
     saved = moved / 3.35e12 - moved / 4.8e12
     assert h200.linear_s_per_token == pytest.approx(H100.linear_s_per_token - saved, rel=1e-3)
 
@@ -38,17 +46,22 @@ SHEETS = {
     "b200": (2250, 8.0, 180, 900, 50),
     "l40s": (362, 0.864, 48, 32, 12.5),
 }
-"""By data sheet: dense bf16 TFLOP/s, TB/s and GB of memory, GB/s per direction inside a node; and the assumed GB/s of a NIC."""
+"""By data sheet: dense bf16 TFLOP/s, TB/s and GB of memory, GB/s per direction inside a node; and
+the assumed GB/s of a NIC."""
 
 
 @pytest.mark.parametrize("name", SHEETS)
 def test_other_gpus_keep_the_shares_of_an_h100_but_for_matrices_on_an_a100(name: str) -> None:
-    """Matrices and attention take their share of the peak, and other layers the time to move 18 MB per token."""
+    """Matrices and attention take their share of the peak, and other layers the time to move 18 MB
+    per token."""
     peak, bandwidth, memory, link, card = SHEETS[name]
     profile, described = read_described(name)
     assert described is not None
     assert described.from_data_sheets
-    assert (described.memory_gb, described.gpu and peak_flops(described.gpu, "bfloat16")) == (memory, peak * 1e12)
+    assert (described.memory_gb, described.gpu and peak_flops(described.gpu, "bfloat16")) == (
+        memory,
+        peak * 1e12,
+    )
     moved = 3 * 32 * 2 * (2 * 2 * 4096 + 2 * 3 * 4096 + 2 * 5120 + 3 * 14336)
     share = 72 / 55 if name.startswith("a100") else 1.0  # of the peak, over that of an H100
     matrices = (H100.linear_s_per_token - moved / 3.35e12) * 989 / peak / share
@@ -66,7 +79,8 @@ def test_other_gpus_keep_the_shares_of_an_h100_but_for_matrices_on_an_a100(name:
 def test_help_lists_the_shipped_profiles(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
-    out = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # argparse breaks lines at hyphens
+    # Argparse breaks lines at hyphens.
+    out = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
     assert {"cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib", *SHEETS} == set(shipped_profiles())
     assert all(name in out for name in shipped_profiles())
 
@@ -76,29 +90,45 @@ def test_a_profile_survives_its_file(tmp_path: Path, write: Any) -> None:
     """JSON writes 2e-05 without a decimal point, which YAML 1.1 reads as text."""
     path = tmp_path / "profile"
     path.write_text(write({**H100.to_dict(), "linear_s_per_token": 2e-5, "step_s": 1e-3}))
-    assert HardwareProfile.load(path) == HardwareProfile(**{**H100.__dict__, "linear_s_per_token": 2e-5, "step_s": 1e-3})
+    assert HardwareProfile.load(path) == HardwareProfile(
+        **{**H100.__dict__, "linear_s_per_token": 2e-5, "step_s": 1e-3}
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"overlap": None, "launch_s": None}, "missing launch_s, overlap. The constants of a profile are: attention_eff"),
+        (
+            {"overlap": None, "launch_s": None},
+            "missing launch_s, overlap. The constants of a profile are: attention_eff",
+        ),
         ({"latency": 1}, "unknown latency"),
-        ({"linear_s_per_token": 0, "inter_node_bytes_per_s": -1}, "linear_s_.* is 0: must be a positive number; inter_.*-1"),
+        (
+            {"linear_s_per_token": 0, "inter_node_bytes_per_s": -1},
+            "linear_s_.* is 0: must be a positive number; inter_.*-1",
+        ),
         ({"latency_s": -0.5}, "latency_s is -0.5: must be a number ≥ 0"),
         ({"overlap": "much"}, r"overlap is 'much': must be in \[0, 1\]"),
         ({"query_share": 1.5}, r"query_share is 1.5: must be in \[0, 1\]"),
         ({"ranks_per_node": 2.5}, "ranks_per_node is 2.5: must be a whole number"),
         ({"attention_efficiency": 0.5}, "attention_efficiency is 0.5: must be a list"),
-        ({"attention_efficiency": [[64, 0.5], [32, 0.6]]}, r".*tokens \[64, 32\] must be ≥ 1 and strictly ascending"),
-        ({"attention_efficiency": [[64, 0.5], [128, 0.4]]}, ".* fall .* longer.*replace each value with the maximum so far"),
+        (
+            {"attention_efficiency": [[64, 0.5], [32, 0.6]]},
+            r".*tokens \[64, 32\] must be ≥ 1 and strictly ascending",
+        ),
+        (
+            {"attention_efficiency": [[64, 0.5], [128, 0.4]]},
+            ".* fall .* longer.*replace each value with the maximum so far",
+        ),
         ("", "is empty: must be a mapping of constants"),
         ("- 1\n", "contains a list: must be a mapping"),
         ("a: [1\n", "is not valid YAML or JSON"),
         ("step_s: 1.0\nstep_s: 2.0\n", ".*key 'step_s' is given twice"),
     ],
 )
-def test_errors_name_the_file_and_the_constant(tmp_path: Path, given: dict[str, Any] | str, message: str) -> None:
+def test_errors_name_the_file_and_the_constant(
+    tmp_path: Path, given: dict[str, Any] | str, message: str
+) -> None:
     """What is given is the text of a file, or what is changed in a profile (None: omitted)."""
     path = tmp_path / "mine.yaml"
     if isinstance(given, dict):
@@ -111,6 +141,7 @@ def test_errors_name_the_file_and_the_constant(tmp_path: Path, given: dict[str, 
 
 def test_a_profile_that_is_not_there_is_refused() -> None:
     with pytest.raises(
-        ProfileError, match=r"no hardware profile 'h900': give .* one of a100-40gb, .*cpu-2core, h100-nvlink-ib"
+        ProfileError,
+        match=r"no hardware profile 'h900': give .* one of a100-40gb, .*cpu-2core, h100-nvlink-ib",
     ):
         HardwareProfile.load("h900")

@@ -1,4 +1,5 @@
-"""Inside a step the host never waits for a GPU: it reads loss and gradient norm once, before the optimizer."""
+"""Inside a step the host never waits for a GPU: it reads loss and gradient norm once, before the
+optimizer."""
 
 import itertools
 from pathlib import Path
@@ -22,11 +23,19 @@ IDLE = {"clock at idle"}
 """Of a pipeline, beside the loss."""
 RING = ["batch.tokens_per_rank=750"]
 MIXTURE = [
-    *("model.preset=tiny-moe", "model.num_hidden_layers=2", "model.first_dense_layers=0", "model.moe_intermediate_size=16"),
+    *(
+        "model.preset=tiny-moe",
+        "model.num_hidden_layers=2",
+        "model.first_dense_layers=0",
+        "model.moe_intermediate_size=16",
+    ),
     *("balance.document_loss=0.1", "balance.z_loss=0.1", *RING),
 ]
 RUNS = {
-    "ring, recompute selective, bfloat16": (2, [*RING, "train.recompute=selective", "train.dtype=bfloat16"]),
+    "ring, recompute selective, bfloat16": (
+        2,
+        [*RING, "train.recompute=selective", "train.dtype=bfloat16"],
+    ),
     "two levels, keys kept": (4, [*RING, "context.keep_kv=true", "parallel.reshard_after=step"]),
     "tensor parallel": (2, ["parallel.tensor_parallel_size=2"]),
     "MLP in tiles": (1, ["train.mlp_tile_tokens=100"]),
@@ -39,12 +48,15 @@ RUNS = {
 def test_a_step_waits_once(workers: Workers, store: Path, tmp_path: Path, name: str) -> None:
     ranks, settings = RUNS[name]
     found = workers.run(waits_of_a_step, ranks, store, tmp_path, settings)
-    of_experts = {"cpu at _of_all_ranks", "tolist at end_step"} if "expert" in name else set()  # the last one beside the loss
+    # The last one beside the loss.
+    of_experts = {"cpu at _of_all_ranks", "tolist at end_step"} if "expert" in name else set()
     assert set().union(*found) == ONCE | of_experts | (IDLE if name == "pipeline" else set())
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_path: Path, kind: str) -> None:
+def test_a_step_of_transformers_waits_once(
+    workers: Workers, store: Path, tmp_path: Path, kind: str
+) -> None:
     from tests.lora_cases import make_checkpoint, settings_of
 
     settings = settings_of(make_checkpoint(tmp_path, kind), "batch.tokens_per_rank=250")
@@ -53,7 +65,9 @@ def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "roberta", "mamba2"])
-def test_a_step_of_a_trainer_waits_nowhere_in_longctx(workers: Workers, tmp_path: Path, kind: str) -> None:
+def test_a_step_of_a_trainer_waits_nowhere_in_longctx(
+    workers: Workers, tmp_path: Path, kind: str
+) -> None:
     from tests.trainer_cases import train
 
     options = {"watched": True, "max_steps": 2, "eval_strategy": "no"}
@@ -61,32 +75,48 @@ def test_a_step_of_a_trainer_waits_nowhere_in_longctx(workers: Workers, tmp_path
     assert set().union(*found) == set()
 
 
-def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Workers, tmp_path: Path) -> None:
-    """And once a step for transformers' count of targets, inside the call that draws the batches on all ranks."""
+def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """And once a step for transformers' count of targets, inside the call that draws the batches on
+    all ranks."""
     from tests.trainer_cases import prefer
 
-    found = [each["waits"] for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})]
-    of_trl = {f"{read} at averaging" for read in ("__bool__", "index", "item")}  # TRL's metrics, within its training_step
-    assert set().union(*found) - of_trl == {"cpu at _on_host", "cpu at values_of", "pageable copy by to at attempted"}
+    found = [
+        each["waits"]
+        for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})
+    ]
+    # TRL's metrics, within its training_step.
+    of_trl = {f"{read} at averaging" for read in ("__bool__", "index", "item")}
+    assert set().union(*found) - of_trl == {
+        "cpu at _on_host",
+        "cpu at values_of",
+        "pageable copy by to at attempted",
+    }
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_an_own_loop_reads_nothing_of_a_micro_batch(kind: str) -> None:
-    """Bare `model(**model_inputs(..))`: transformers would look for packed sequences in the positions."""
+    """Bare `model(**model_inputs(..))`: transformers would look for packed sequences in the
+    positions."""
     from transformers import masking_utils
 
     from tests.huggingface_cases import build_model, make_documents
 
     model = build_model(kind, "longctx")
     everything = [[Placement(0, 0, 1), Placement(1, 0, 1)]]
-    (batch,), targets = pack_documents(placed_plan((9, 20), 1, everything), 0, make_documents((9, 20)))
+    (batch,), targets = pack_documents(
+        placed_plan((9, 20), 1, everything), 0, make_documents((9, 20))
+    )
     watch = HostWaits()
     with watch.watching(itertools.chain(model.parameters(), model.buffers())):
         for _ in range(2):
             model(**model_inputs(model, batch, targets, device=torch.device("cpu"))).loss.backward()
     assert watch.found == set() and watch.on_device
     derive = masking_utils.find_packed_sequence_indices
-    assert derive(torch.tensor([[0, 1, 0]])).tolist() == [[0, 0, 1]], "plain calls of transformers are as before"
+    assert derive(torch.tensor([[0, 1, 0]])).tolist() == [[0, 0, 1]], (
+        "plain calls of transformers are as before"
+    )
 
 
 def test_a_step_with_images_and_videos_reads_no_masks(workers: Workers, tmp_path: Path) -> None:
@@ -97,7 +127,10 @@ def test_a_step_with_images_and_videos_reads_no_masks(workers: Workers, tmp_path
     model = vision_cases.save_model(tmp_path / "model", "qwen2_5_vl")
     options = {"videos": True, "watched": True, "max_steps": 2}
     found = set().union(
-        *(each["waits"] for each in workers.run(train, 2, tmp_path / "run", model, "qwen2_5_vl", True, options))
+        *(
+            each["waits"]
+            for each in workers.run(train, 2, tmp_path / "run", model, "qwen2_5_vl", True, options)
+        )
     )
     assert "tolist at _encode" in found and not found & {"index at _encode", "__bool__ at _encode"}
 
@@ -116,7 +149,9 @@ def test_waits_are_found() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_scan_is_built_without_pageable_copies(rank: int) -> None:
-    layout = Layout.of((Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)), (40, 9, 7), 0, rank)
+    layout = Layout.of(
+        (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)), (40, 9, 7), 0, rank
+    )
     watch = HostWaits()
     with watch.watching(iter([])):
         Scan.build(RankSegments.of(layout, layout.tokens), torch.device("cpu"))
@@ -128,7 +163,9 @@ def test_inputs_of_a_prepared_model_are_no_pageable_copies() -> None:
 
     watch, made = HostWaits(), model()
     prepare(made)
-    (batch,), targets = pack_documents(make_plan([3], ranks=1, tokens_per_rank=8, profile=PROFILE), 0, [[0, 1, 2]], [[0, 1, 2]])
+    (batch,), targets = pack_documents(
+        make_plan([3], ranks=1, tokens_per_rank=8, profile=PROFILE), 0, [[0, 1, 2]], [[0, 1, 2]]
+    )
     with watch.watching(iter([])):
         inputs = model_inputs(made, batch, targets, device=torch.device("cpu"))
     assert watch.found == set() and watch.on_device and inputs["input_ids"].tolist() == [[0, 1, 2]]

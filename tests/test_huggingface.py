@@ -1,4 +1,5 @@
-"""Models of transformers with attn_implementation="longctx": equal to one unpacked process, or refused."""
+"""Models of transformers with attn_implementation="longctx": equal to one unpacked process, or
+refused."""
 
 import subprocess
 import sys
@@ -11,23 +12,44 @@ from transformers import masking_utils
 
 from longctx.data.packing import pack_documents
 from longctx.hf import attention as hf_attention
-from longctx.hf.attention import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
+from longctx.hf.attention import (
+    CausalMask,
+    HuggingFaceError,
+    attend,
+    describe_mask,
+    model_inputs,
+    prepare,
+)
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
-from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, one_document, ring_step, unpacked
+from tests.huggingface_cases import (
+    LENGTHS,
+    build_model,
+    gradients,
+    make_documents,
+    one_document,
+    ring_step,
+    unpacked,
+)
 from tests.workers import Workers
 
 TOLERANCE = 1e-5
 
 
-def assert_equal_to_unpacked(kind: str, results: list[tuple[float, list[torch.Tensor]]], plain: str = "sdpa") -> None:
+def assert_equal_to_unpacked(
+    kind: str, results: list[tuple[float, list[torch.Tensor]]], plain: str = "sdpa"
+) -> None:
     model = build_model(kind, plain)
     loss, expected = unpacked(model, make_documents())
     assert max(float(gradient.abs().max()) for gradient in expected) > 0.01
     for ring_loss, ring_gradients in results:
         assert ring_loss == pytest.approx(loss, abs=TOLERANCE)
-        for name, mine, theirs in zip(dict(model.named_parameters()), ring_gradients, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        for name, mine, theirs in zip(
+            dict(model.named_parameters()), ring_gradients, expected, strict=True
+        ):
+            torch.testing.assert_close(
+                mine, theirs, atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 OWN_ATTENTION = {"mistral": "sdpa", "deepseek_v3": "sdpa", "gemma2": "eager", "gpt_oss": "eager"}
@@ -41,11 +63,18 @@ def test_two_ranks_equal_one_unpacked_process(workers: Workers, kind: str) -> No
 
 @pytest.mark.parametrize(
     ("kind", "without"),
-    [("mistral", {"sliding_window": None}), ("gemma2", {"attn_logit_softcapping": None}), ("gemma2", {"sliding_window": 4096})],
+    [
+        ("mistral", {"sliding_window": None}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"sliding_window": 4096}),
+    ],
 )
 def test_the_special_settings_matter(kind: str, without: dict[str, Any]) -> None:
     """Otherwise a test of equality would pass even if the settings were ignored."""
-    with_it, without_it = (unpacked(build_model(kind, "eager", **settings), make_documents())[0] for settings in ({}, without))
+    with_it, without_it = (
+        unpacked(build_model(kind, "eager", **settings), make_documents())[0]
+        for settings in ({}, without)
+    )
     assert abs(with_it - without_it) > 100 * TOLERANCE
 
 
@@ -71,7 +100,8 @@ def test_autocast_reaches_the_attention() -> None:
 
 
 def test_a_model_can_change_to_it_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Blackwell, where torch's grouped product leaves gradients of experts without tokens as memory was."""
+    """As on Blackwell, where torch's grouped product leaves gradients of experts without tokens as
+    memory was."""
     model = build_model("qwen3_moe", "sdpa")
     documents = make_documents()
     loss, expected = unpacked(model, documents)
@@ -96,9 +126,19 @@ def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
     config = build_model("llama", "longctx", num_hidden_layers=1, sliding_window=window).config
     tokens = 131_072
     positions = torch.cat([torch.arange(100), torch.arange(tokens - 100)]).unsqueeze(0)
-    create = masking_utils.create_sliding_window_causal_mask if window else masking_utils.create_causal_mask
+    create = (
+        masking_utils.create_sliding_window_causal_mask
+        if window
+        else masking_utils.create_causal_mask
+    )
     embedded = torch.empty(1, tokens, 0)
-    mask = create(config, inputs_embeds=embedded, attention_mask=None, past_key_values=None, position_ids=positions)
+    mask = create(
+        config,
+        inputs_embeds=embedded,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
     assert mask == CausalMask(window)
 
 
@@ -107,7 +147,9 @@ def one_ring() -> Any:
 
 
 def some_layer(**attributes: Any) -> Any:
-    return SimpleNamespace(**{"is_causal": True, "config": SimpleNamespace(), "layer_idx": 0, **attributes})
+    return SimpleNamespace(
+        **{"is_causal": True, "config": SimpleNamespace(), "layer_idx": 0, **attributes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,8 +162,14 @@ def some_layer(**attributes: Any) -> Any:
         ({"cu_seq_lens_q": torch.zeros(1)}, "passes cu_seq_lens_q to its attention, which"),
         ({"is_causal": False}, "is not causal"),
         ({"attention_mask": torch.zeros(1, 1, 16, 16)}, "a dense attention mask was given"),
-        ({"attention_mask": CausalMask(8), "sliding_window": 4}, "window of 4, but its mask has a window of 8"),
-        ({"attention_mask": CausalMask(), "sliding_window": 4}, "window of 4, but its mask has a window of None"),
+        (
+            {"attention_mask": CausalMask(8), "sliding_window": 4},
+            "window of 4, but its mask has a window of 8",
+        ),
+        (
+            {"attention_mask": CausalMask(), "sliding_window": 4},
+            "window of 4, but its mask has a window of None",
+        ),
         ({"module": some_layer(is_causal=False)}, "is not causal"),
         ({"output_router_logits": True}, "passes output_router_logits to its attention, which"),
         ({"ring_attention": None}, "called without a layout"),
@@ -152,7 +200,9 @@ def test_harmless_arguments_pass() -> None:
         position_bias=None,
         ring_attention=ring,
     )
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3
+    )
     torch.testing.assert_close(out, expected.transpose(1, 2), atol=TOLERANCE, rtol=0)
     assert weights is None
 
@@ -167,7 +217,8 @@ def test_masks_are_described_by_what_they_are_made_of() -> None:
     assert describe(causal, torch.ones(1, 8, dtype=torch.bool)) == CausalMask()
     assert describe(masking_utils.sliding_window_causal_mask_function(7)) == CausalMask(7)
     twice = masking_utils.and_masks(
-        masking_utils.sliding_window_overlay(5), masking_utils.sliding_window_causal_mask_function(7)
+        masking_utils.sliding_window_overlay(5),
+        masking_utils.sliding_window_causal_mask_function(7),
     )
     assert describe(twice) == CausalMask(5)
 
@@ -176,14 +227,20 @@ def test_masks_are_described_by_what_they_are_made_of() -> None:
     ("mask_function", "what"),
     [
         (masking_utils.bidirectional_mask_function, "bidirectional_mask_function"),
-        (masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), "chunked_overlay"),
+        (
+            masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+            "chunked_overlay",
+        ),
         (masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: True), "or_masks"),
         (masking_utils.and_masks(masking_utils.causal_mask_function, lambda *_: True), "<lambda>"),
         (masking_utils.sliding_window_overlay(4), "sliding_window_overlay"),
     ],
 )
 def test_other_masks_are_refused(mask_function: Any, what: str) -> None:
-    with pytest.raises(HuggingFaceError, match=f"the model uses a mask of .*{what}.*: 'longctx' supports only causal"):
+    with pytest.raises(
+        HuggingFaceError,
+        match=f"the model uses a mask of .*{what}.*: 'longctx' supports only causal",
+    ):
         describe(mask_function)
 
 
@@ -195,6 +252,9 @@ def test_padding_is_refused() -> None:
 
 @pytest.mark.slow
 def test_without_transformers_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['transformers'] = None; from longctx.hf.attention import prepare; prepare(None)"
+    code = (
+        "import sys; sys.modules['transformers'] = None; from longctx.hf.attention import "
+        "prepare; prepare(None)"
+    )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode and "pip install '.[huggingface]'" in process.stderr

@@ -1,4 +1,5 @@
-"""`prepare` and `model_inputs` refuse everything that would make results depend on how documents are packed and split."""
+"""`prepare` and `model_inputs` refuse everything that would make results depend on how documents
+are packed and split."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +14,16 @@ from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
 from longctx.hf.exactness import longest_exact
 from tests.data_cases import placed_plan
 from tests.family_cases import build
-from tests.huggingface_cases import LENGTHS, PLACEMENTS, build_model, make_documents, one_document, ring_step, shard, unpacked
+from tests.huggingface_cases import (
+    LENGTHS,
+    PLACEMENTS,
+    build_model,
+    make_documents,
+    one_document,
+    ring_step,
+    shard,
+    unpacked,
+)
 from tests.workers import Workers
 
 OWN = "computes attention itself, not through transformers' attention interface"
@@ -23,8 +33,16 @@ OWN = "computes attention itself, not through transformers' attention interface"
     ("kind", "message"),
     [
         *((kind, OWN) for kind in ("bloom", "gptj", "rwkv", "trocr", "xlnet")),
-        ("doge", r"does not run on packed tokens with attention 'longctx' \(AttributeError: 'CausalMask'"),
-        ("minimax", "layers of type linear_attention.* of the classes BailingHybridDeltaAttention, BambaMixer"),
+        (
+            "doge",
+            r"does not run on packed tokens with attention 'longctx' \(AttributeError: "
+            r"'CausalMask'",
+        ),
+        (
+            "minimax",
+            "layers of type linear_attention.* of the classes BailingHybridDeltaAttention, "
+            "BambaMixer",
+        ),
         ("llama4_text", "layers of type chunked_attention"),
         ("xlstm", "never calls transformers' attention interface"),
         ("stablelm", "does not pass keyword arguments to its attention"),
@@ -37,20 +55,29 @@ def test_unsupported_families_are_refused_with_the_reason(kind: str, message: st
     with pytest.raises(HuggingFaceError, match=message):
         prepare(model)
     assert model.config._attn_implementation == "eager" and model.training
-    with pytest.raises(HuggingFaceError, match="is not prepared for packed documents: call prepare"):
+    with pytest.raises(
+        HuggingFaceError, match="is not prepared for packed documents: call prepare"
+    ):
         one_document(model)
 
 
 def test_linear_layers_are_not_checked_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs those of bitsandbytes then pack their weights, once and for all, and have no backward any more."""
+    """On CPUs those of bitsandbytes then pack their weights, once and for all, and have no backward
+    any more."""
     model, modes, forward = build("llama", "eager").eval(), [], nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: (modes.append(layer.training), forward(layer, x))[1])
+    monkeypatch.setattr(
+        nn.Linear, "forward", lambda layer, x: (modes.append(layer.training), forward(layer, x))[1]
+    )
     prepare(model)
     assert modes and all(modes) and not any(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "mamba2", "minimax_m3_vl_text", "qwen3_next"])
-def test_other_mixing_of_tokens_is_noticed_without_being_declared(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["falcon_h1", "lfm2", "mamba2", "minimax_m3_vl_text", "qwen3_next"]
+)
+def test_other_mixing_of_tokens_is_noticed_without_being_declared(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr("longctx.hf.linear.LINEAR_LAYERS", ())
     monkeypatch.setattr(exactness, "check_config", lambda config, linear=False: None)
     monkeypatch.setattr("longctx.hf.attention.check_config", lambda config, linear=False: None)
@@ -70,7 +97,8 @@ def test_models_of_other_libraries_are_refused() -> None:
 
 
 def with_previous_token(_module: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
-    """Acts as a convolution whose second weight is still zero: in the first step only gradients would be wrong."""
+    """Acts as a convolution whose second weight is still zero: in the first step only gradients
+    would be wrong."""
     return out + 0.0 * out.roll(1, 1)
 
 
@@ -86,13 +114,23 @@ def with_mean_loss(_module: nn.Module, _inputs: Any, out: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "hook", "message"),
     [
-        ("model.layers.0.mlp", with_previous_token, "mixes tokens outside transformers' attention interface"),
-        ("model.embed_tokens", with_row_number, "derives positions from the index of a token in the row"),
+        (
+            "model.layers.0.mlp",
+            with_previous_token,
+            "mixes tokens outside transformers' attention interface",
+        ),
+        (
+            "model.embed_tokens",
+            with_row_number,
+            "derives positions from the index of a token in the row",
+        ),
         ("", with_mean_loss, "does not compute its loss as the sum"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_with_a_flaw_is_refused(place: str, hook: Any, message: str, dtype: torch.dtype) -> None:
+def test_a_model_with_a_flaw_is_refused(
+    place: str, hook: Any, message: str, dtype: torch.dtype
+) -> None:
     model = build_model("llama", "sdpa").to(dtype)
     model.get_submodule(place).register_forward_hook(hook)
     with pytest.raises(HuggingFaceError, match=message):
@@ -114,7 +152,9 @@ def test_rounding_is_no_flaw(kind: str) -> None:
 def test_a_model_without_weights_is_refused() -> None:
     with torch.device("meta"):
         model = build_model("llama", "sdpa")
-    with pytest.raises(HuggingFaceError, match="has no weights, as it is on the meta device: load them first"):
+    with pytest.raises(
+        HuggingFaceError, match="has no weights, as it is on the meta device: load them first"
+    ):
         prepare(model)
 
 
@@ -125,7 +165,14 @@ def prepare_sharded() -> str:
     return str(model(**one_document(model)).loss.isfinite().item())
 
 
-def prepare_damaged(name: str, value: float, row: int = 0, *, sharded: bool = False, dtype: torch.dtype = torch.float32) -> str:
+def prepare_damaged(
+    name: str,
+    value: float,
+    row: int = 0,
+    *,
+    sharded: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> str:
     """Returns what `prepare` says of a model with such a number in a row of a parameter."""
     model = build_model("llama", "sdpa").to(dtype)
     with torch.no_grad():
@@ -137,17 +184,28 @@ def prepare_damaged(name: str, value: float, row: int = 0, *, sharded: bool = Fa
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_with_nan_or_infinity_is_refused_by_its_parameter(name: str, value: float, dtype: torch.dtype) -> None:
+def test_a_model_with_nan_or_infinity_is_refused_by_its_parameter(
+    name: str, value: float, dtype: torch.dtype
+) -> None:
     """Also in the row of an entry that no token of the check has."""
-    assert f"LlamaForCausalLM has NaN or infinity: {name} has " in prepare_damaged(name, value, -1, dtype=dtype)
+    assert f"LlamaForCausalLM has NaN or infinity: {name} has " in prepare_damaged(
+        name, value, -1, dtype=dtype
+    )
 
 
 def test_a_sharded_model_with_nan_is_refused_on_all_ranks(workers: Workers) -> None:
-    said = workers.run(partial(prepare_damaged, "model.embed_tokens.weight", torch.nan, 0, sharded=True), 2)
-    assert "model.embed_tokens.weight has 32 of" in said[0] and "model.embed_tokens.weight has some on another rank" in said[1]
+    said = workers.run(
+        partial(prepare_damaged, "model.embed_tokens.weight", torch.nan, 0, sharded=True), 2
+    )
+    assert (
+        "model.embed_tokens.weight has 32 of" in said[0]
+        and "model.embed_tokens.weight has some on another rank" in said[1]
+    )
 
 
 def test_numbers_that_are_too_large_to_compute_with_are_told() -> None:
@@ -162,7 +220,10 @@ def test_a_sharded_model_can_be_prepared(workers: Workers) -> None:
 def test_a_model_that_left_ring_attention_is_refused() -> None:
     model = build_model("llama", "longctx")
     model.set_attn_implementation("sdpa")
-    with pytest.raises(HuggingFaceError, match=r"the attention of LlamaForCausalLM was changed to 'sdpa', which would mix"):
+    with pytest.raises(
+        HuggingFaceError,
+        match=r"the attention of LlamaForCausalLM was changed to 'sdpa', which would mix",
+    ):
         one_document(model)
     prepare(model)
     assert one_document(nn.Sequential(model))["ring_attention"]
@@ -176,7 +237,10 @@ def test_the_auxiliary_loss_of_a_mixture_is_refused(kind: str) -> None:
         model(**one_document(model), output_router_logits=True)
     model.config.output_router_logits = True
     for ask in (prepare, one_document):
-        with pytest.raises(HuggingFaceError, match=r"output_router_logits is set in the model's config: .* Set it to False"):
+        with pytest.raises(
+            HuggingFaceError,
+            match=r"output_router_logits is set in the model's config: .* Set it to False",
+        ):
             ask(model)
 
 
@@ -187,7 +251,13 @@ def test_layers_that_are_left_out_at_random_are_refused() -> None:
         prepare(model)
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "factor": 4.0,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONGEST = max(LENGTHS)
 
@@ -196,7 +266,10 @@ def rope_settings(kind: str, limit: int) -> dict[str, Any]:
     """Returns settings of a RoPE type whose frequencies change above `limit` tokens."""
     if kind == "dynamic":
         return {"rope_parameters": DYNAMIC, "max_position_embeddings": limit}
-    return {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": limit}, "max_position_embeddings": 4 * limit}
+    return {
+        "rope_parameters": {**LONGROPE, "original_max_position_embeddings": limit},
+        "max_position_embeddings": 4 * limit,
+    }
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -216,7 +289,8 @@ def test_rope_that_looks_at_the_row_is_refused_beyond_its_limit(kind: str) -> No
     model = build_model("llama", "longctx", **settings)
     micro_batches, _ = pack_documents(placed_plan(LENGTHS, 2, PLACEMENTS), 1, make_documents())
     message = (
-        f"a document has {LONGEST} tokens, but RoPE of type {kind} changes its frequencies for inputs of more than "
+        f"a document has {LONGEST} tokens, but RoPE of type {kind} changes its frequencies for "
+        "inputs of more than "
         f"{LONGEST - 1} tokens"
     )
     assert model_inputs(model, micro_batches[0])
@@ -230,8 +304,14 @@ def test_rope_that_looks_at_the_row_is_refused_beyond_its_limit(kind: str) -> No
         ({"rope_parameters": {"rope_type": "yarn"}}, None),
         ({"rope_scaling": {"type": "dynamic"}}, (64, "dynamic")),
         ({"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0}}, None),
-        ({"rope_parameters": {"a": {"rope_type": "default"}, "b": {"rope_type": "longrope"}}}, (64, "longrope")),
-        ({"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 32}, (32, "longrope")),
+        (
+            {"rope_parameters": {"a": {"rope_type": "default"}, "b": {"rope_type": "longrope"}}},
+            (64, "longrope"),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 32},
+            (32, "longrope"),
+        ),
     ],
 )
 def test_the_limit_is_found_in_every_form_of_config(config: dict[str, Any], limit: Any) -> None:

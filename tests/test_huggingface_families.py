@@ -1,4 +1,5 @@
-"""Every causal language model of the installed transformers is exact, refused with a reason, or not buildable when tiny.
+"""Every causal language model of the installed transformers is exact, refused with a reason, or not
+buildable when tiny.
 
 docs/families.md has the results. To write it again (takes minutes), run
 
@@ -49,9 +50,12 @@ Written by `python -m tests.test_huggingface_families`, checked by `pytest -m sl
 
 
 def find_all(
-    workers: Workers, families: dict[str, str] = FAMILIES, classify: Callable[[str], dict[str, Any]] = classify
+    workers: Workers,
+    families: dict[str, str] = FAMILIES,
+    classify: Callable[[str], dict[str, Any]] = classify,
 ) -> dict[str, dict[str, Any]]:
-    """Returns the outcome of each model type; a crash or a disagreement between ranks is a separate outcome."""
+    """Returns the outcome of each model type; a crash or a disagreement between ranks is a separate
+    outcome."""
     findings = {}
     for kind in families:
         try:
@@ -60,11 +64,15 @@ def find_all(
             findings[kind] = {"kind": "CRASH", "text": str(error)}
             continue
         outcomes = {finding["kind"] for finding in ranks}
-        findings[kind] = ranks[0] if len(outcomes) == 1 else {"kind": f"RANKS DIFFER: {outcomes}", "text": ""}
+        findings[kind] = (
+            ranks[0] if len(outcomes) == 1 else {"kind": f"RANKS DIFFER: {outcomes}", "text": ""}
+        )
     return findings
 
 
-def render(findings: dict[str, dict[str, Any]], header: str = HEADER, families: dict[str, str] = FAMILIES) -> str:
+def render(
+    findings: dict[str, dict[str, Any]], header: str = HEADER, families: dict[str, str] = FAMILIES
+) -> str:
     counts = Counter(finding["kind"] for finding in findings.values())
     lines = header.format(
         types=len(families),
@@ -76,16 +84,25 @@ def render(findings: dict[str, dict[str, Any]], header: str = HEADER, families: 
     ).splitlines()
     for kind, finding in findings.items():
         exact = finding["kind"] == "exact"
-        errors = [f"{finding[name]:.1e}" if exact else "" for name in ("loss_error", "gradient_error", "mixing")]
+        errors = [
+            f"{finding[name]:.1e}" if exact else ""
+            for name in ("loss_error", "gradient_error", "mixing")
+        ]
         text = re.sub(r"([|<\[])", r"\\\1", " ".join(finding["text"].split()))
-        lines.append(f"| {' | '.join([kind, families[kind], finding['kind'], *errors, text])} |".replace("  ", " "))
+        lines.append(
+            f"| {' | '.join([kind, families[kind], finding['kind'], *errors, text])} |".replace(
+                "  ", " "
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
 def outcomes(table: str) -> dict[str, tuple[str, ...]]:
     """Returns class, outcome and text by model type: everything except the measured errors."""
     cells = [
-        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines() if line.startswith("| ")
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("| ")
     ]
     return {row[0]: (row[1], row[2], row[6]) for row in cells[1:]}
 
@@ -95,11 +112,17 @@ def test_every_causal_model_is_exact_or_refused(workers: Workers) -> None:
     findings = find_all(workers)
     wrong = {kind: finding for kind, finding in findings.items() if finding["kind"] not in OUTCOMES}
     assert not wrong
-    blind = {kind: finding["mixing"] for kind, finding in findings.items() if finding["kind"] == "exact"}
-    assert min(blind.values()) > MIXING, "a tiny model that is not affected by other documents proves nothing"
+    blind = {
+        kind: finding["mixing"] for kind, finding in findings.items() if finding["kind"] == "exact"
+    }
+    assert min(blind.values()) > MIXING, (
+        "a tiny model that is not affected by other documents proves nothing"
+    )
     written = TABLE.read_text("utf-8")
     if f"transformers {transformers.__version__} " in written:
-        assert outcomes(render(findings)) == outcomes(written), "write it again: python -m tests.test_huggingface_families"
+        assert outcomes(render(findings)) == outcomes(written), (
+            "write it again: python -m tests.test_huggingface_families"
+        )
 
 
 def test_the_table_lists_every_model_type() -> None:

@@ -1,4 +1,5 @@
-"""Models with gated delta nets, Kimi Delta Attention and Mamba-2 over split documents equal their own code in one process."""
+"""Models with gated delta nets, Kimi Delta Attention and Mamba-2 over split documents equal their
+own code in one process."""
 
 from dataclasses import replace
 from itertools import product
@@ -32,15 +33,23 @@ H100 = HardwareProfile.load("h100-nvlink-ib")
 KINDS = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
 LENGTHS = (97, 1, 5, 61, 3, 130, 2, 8)
 PLACEMENTS = (
-    (Placement(0, 0, 4), Placement(1, 1, 3), Placement(2, 0, 4, True), Placement(3, 1, 2), Placement(4, 0, 3)),
+    (
+        Placement(0, 0, 4),
+        Placement(1, 1, 3),
+        Placement(2, 0, 4, True),
+        Placement(3, 1, 2),
+        Placement(4, 0, 3),
+    ),
     (Placement(5, 0, 3, True), Placement(6, 0, 2)),
     (Placement(7, 2, 1),),
 )
-"""Degrees 1 to 4 side by side, documents with fewer tokens than chunks, and ranks without tokens."""
+"""Degrees 1 to 4 side by side, documents with fewer tokens than chunks, and ranks without
+tokens."""
 
 
 def split_step(kind: str, recompute: bool) -> tuple[float, list[torch.Tensor]]:
-    """Runs on each rank: loss and gradients of a step; with `recompute`, all forward passes come before the first backward."""
+    """Runs on each rank: loss and gradients of a step; with `recompute`, all forward passes come
+    before the first backward."""
     model = build(kind, "eager")
     prepare(model)
     if recompute:
@@ -69,7 +78,9 @@ def split_step(kind: str, recompute: bool) -> tuple[float, list[torch.Tensor]]:
         product(KINDS, (False, True)),
     ),
 )
-def test_split_documents_train_as_in_one_process(workers: Workers, kind: str, recompute: bool) -> None:
+def test_split_documents_train_as_in_one_process(
+    workers: Workers, kind: str, recompute: bool
+) -> None:
     loss, expected = unpacked(build(kind, "eager"), make_documents(LENGTHS))
     for found_loss, found in workers.run(split_step, 4, kind, recompute):
         assert found_loss == pytest.approx(loss, rel=1e-5)
@@ -85,7 +96,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "mamba2", KINDS))
-def test_a_step_of_the_trainer_is_that_of_transformers(workers: Workers, checkpoints: dict[str, Path], kind: str) -> None:
+def test_a_step_of_the_trainer_is_that_of_transformers(
+    workers: Workers, checkpoints: dict[str, Path], kind: str
+) -> None:
     assert_step(workers.run(step, 3, checkpoints[kind], []), reference(checkpoints[kind]))
 
 
@@ -98,11 +111,16 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "recompute the MLP", OPTIONS))
 def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path], name: str) -> None:
-    assert_step(workers.run(step, 2, checkpoints["qwen3_next"], OPTIONS[name]), reference(checkpoints["qwen3_next"]))
+    assert_step(
+        workers.run(step, 2, checkpoints["qwen3_next"], OPTIONS[name]),
+        reference(checkpoints["qwen3_next"]),
+    )
 
 
 def spec_of(folder: Path) -> ModelSpec:
-    return load(None, [*SETTINGS, f"model.from_pretrained={folder}"], world_size=1).model_source().spec
+    return (
+        load(None, [*SETTINGS, f"model.from_pretrained={folder}"], world_size=1).model_source().spec
+    )
 
 
 def test_layers_without_attention_cost_no_attention(checkpoints: dict[str, Path]) -> None:
@@ -111,14 +129,21 @@ def test_layers_without_attention_cost_no_attention(checkpoints: dict[str, Path]
     assert (linear.attends, full.attends) == (False, True)
     assert linear.attention_flops(1000) == 0 < full.attention_flops(1000)
     config = transformers.AutoConfig.from_pretrained(checkpoints["qwen3_next"])
-    k_dim, v_dim, heads = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_num_value_heads
+    k_dim, v_dim, heads = (
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_num_value_heads,
+    )
     assert linear.scan.state_size == heads * k_dim * (k_dim + v_dim) and full.scan is None
     work = work_of(spec, "float32")
     assert work.attention == full.num_attention_heads * full.head_dim
     assert work.kv_bytes == work_of(replace(spec, layers=(full,)), "float32").kv_bytes
-    # A head and a tail of float32 states, in forward and in backward, and again if backward recomputes the block.
+    # A head and a tail of float32 states, in forward and in backward, and again if backward
+    # recomputes the block.
     assert work.state_bytes == 2 * 4 * linear.scan.state_size * 2
-    assert work_of(spec, "float32", recompute="full").state_bytes == 2 * 4 * linear.scan.state_size * 3
+    assert (
+        work_of(spec, "float32", recompute="full").state_bytes == 2 * 4 * linear.scan.state_size * 3
+    )
     mamba = spec_of(checkpoints["mamba2"])
     assert not any(layer.attends for layer in mamba.layers)
     profile = scale(H100, work_of(spec, "float32"), work_of(mamba, "float32"))
@@ -129,8 +154,13 @@ def test_layers_without_attention_cost_no_attention(checkpoints: dict[str, Path]
 def test_states_cost_the_same_for_every_length_and_nothing_hides_them() -> None:
     ring = Assignment(np.array([0]), np.array([0]), np.array([4]), np.array([False]))
     for length in (1000, 64_000):
-        times = [score(replace(H100, latency_s=0.0, state_bytes=each), np.array([length]), ring, 4).time for each in (0.0, 1e6)]
-        assert (times[1] - times[0])[0].tolist() == [pytest.approx(3e6 / H100.intra_node_bytes_per_s * 1e9, abs=3)] * 4
+        times = [
+            score(replace(H100, latency_s=0.0, state_bytes=each), np.array([length]), ring, 4).time
+            for each in (0.0, 1e6)
+        ]
+        assert (times[1] - times[0])[0].tolist() == [
+            pytest.approx(3e6 / H100.intra_node_bytes_per_s * 1e9, abs=3)
+        ] * 4
 
 
 def test_a_linear_layer_without_a_layout_is_an_error() -> None:

@@ -1,6 +1,8 @@
-"""The direction of imports, read from the sources, and that no modules import each other in a circle.
+"""The direction of imports, read from the sources, and that no modules import each other in a
+circle.
 
-Also who may touch process groups, torch.distributed and the environment, so that these stay in one place each.
+Also who may touch process groups, torch.distributed and the environment, so that these stay in one
+place each.
 """
 
 import ast
@@ -16,9 +18,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
+PARTS = {
+    "longctx.attention": ROOT / "attention",
+    "longctx.data": ROOT / "data",
+    "longctx": ROOT / "longctx",
+}
 
-CORE = {"errors", "arguments", "paths", "own_files", "checksums", "units", "tokenizer_files", "pointers"}
+CORE = {
+    "errors",
+    "arguments",
+    "paths",
+    "own_files",
+    "checksums",
+    "units",
+    "tokenizer_files",
+    "pointers",
+}
 CORE |= {"planning", "attention", "data", "model", "hf", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
@@ -32,8 +47,25 @@ MAY_IMPORT = {
     "pointers": set(),
     "planning": {"errors", "arguments", "paths", "safe_yaml"},
     "attention": {"errors", "arguments", "planning"},
-    "data": {"errors", "arguments", "paths", "own_files", "checksums", "tokenizer_files", "pointers", "planning"},
-    "model": {"errors", "paths", "own_files", "tokenizer_files", "pointers", "planning", "attention"},
+    "data": {
+        "errors",
+        "arguments",
+        "paths",
+        "own_files",
+        "checksums",
+        "tokenizer_files",
+        "pointers",
+        "planning",
+    },
+    "model": {
+        "errors",
+        "paths",
+        "own_files",
+        "tokenizer_files",
+        "pointers",
+        "planning",
+        "attention",
+    },
     "hf": {"errors", "arguments", "tokenizer_files", "planning", "attention", "model"},
     "config": {"errors", "arguments", "paths", "safe_yaml", "units", "planning", "model", "hf"},
     "parallel": {"errors", "units", "planning", "attention", "data", "model"},
@@ -60,7 +92,8 @@ BOTH_WAYS = {("longctx.attention", "longctx.attention.kernels")}
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Every module's dotted name and file; the links longctx/attention and longctx/data are not followed."""
+    """Every module's dotted name and file; the links longctx/attention and longctx/data are not
+    followed."""
     for package, folder in PARTS.items():
         for path in sorted(folder.rglob("*.py")):
             relative = path.relative_to(folder).with_suffix("")
@@ -80,7 +113,8 @@ def tree(name: str) -> ast.Module:
 
 @cache
 def imports(name: str) -> set[str]:
-    """Every module that `name` imports, anywhere in its code; `from a import b` counts as both a and a.b."""
+    """Every module that `name` imports, anywhere in its code; `from a import b` counts as both a
+    and a.b."""
     found: set[str] = set()
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
@@ -93,7 +127,8 @@ def imports(name: str) -> set[str]:
 
 
 def modules_used(name: str) -> set[str]:
-    """Modules of longctx that `name` imports; `from longctx.a import b` does not count as longctx.a if it names longctx.a.b."""
+    """Modules of longctx that `name` imports; `from longctx.a import b` does not count as longctx.a
+    if it names longctx.a.b."""
     used = imports(name) & set(MODULES) - {name}
     return {module for module in used if not any(other.startswith(f"{module}.") for other in used)}
 
@@ -134,20 +169,31 @@ def test_imports_point_one_way() -> None:
         own = part(name)
         assert own in MAY_IMPORT, f"{own} is a new part: say in MAY_IMPORT what it may import"
         used = {other for module in imports(name) if module in MODULES and (other := part(module))}
-        wrong += [f"{name} may not import {other}" for other in sorted(used - MAY_IMPORT[own] - {own})]
+        wrong += [
+            f"{name} may not import {other}" for other in sorted(used - MAY_IMPORT[own] - {own})
+        ]
     assert not wrong
 
 
 def test_no_two_folders_import_each_other() -> None:
-    """Modules right in longctx/ count as a folder each. A folder around another one is a folder like any other."""
-    pairs = {(folder(name), folder(other)) for name in MODULES if part(name) for other in modules_used(name)}
+    """Modules right in longctx/ count as a folder each. A folder around another one is a folder
+    like any other."""
+    pairs = {
+        (folder(name), folder(other))
+        for name in MODULES
+        if part(name)
+        for other in modules_used(name)
+    }
     both = {pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs}
-    allowed = {pair for around, inside in BOTH_WAYS for pair in ((around, inside), (inside, around))}
+    allowed = {
+        pair for around, inside in BOTH_WAYS for pair in ((around, inside), (inside, around))
+    }
     assert both == allowed
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside of functions and for types alone count as well. A package that re-exports its own modules may."""
+    """Imports inside of functions and for types alone count as well. A package that re-exports its
+    own modules may."""
     order = TopologicalSorter({name: modules_used(name) for name in MODULES})
     try:
         order.prepare()
@@ -158,25 +204,33 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_planning_needs_only_numpy() -> None:
     """And PyYAML, by longctx.safe_yaml."""
     names = [name for name in MODULES if part(name) == "planning"]
-    outside = {module.split(".")[0] for name in names for module in imports(name)} - sys.stdlib_module_names
+    outside = {
+        module.split(".")[0] for name in names for module in imports(name)
+    } - sys.stdlib_module_names
     assert outside == {"longctx", "numpy"}
 
 
 def test_importing_it_leaves_torch_and_data_sets_out() -> None:
     """`import longctx` and plans leave out pydantic too: tests/test_public.py."""
     code = "import sys, longctx.planning.plan, longctx.cli, longctx.config; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert "longctx.config" in loaded and not {"torch", "datasets"} & set(loaded)
 
 
-LIGHT = [name for name in MODULES if part(name) in ("attention", "planning", "errors")] + ["longctx.data.packing"]
+LIGHT = [name for name in MODULES if part(name) in ("attention", "planning", "errors")] + [
+    "longctx.data.packing"
+]
 """What somebody with a trainer of their own imports."""
 
 
 def test_the_parts_for_other_trainers_need_nothing_of_ours() -> None:
-    """Only torch, numpy and pyyaml: not the trainer's dependencies, and no extras. A kernel's library may be missing."""
+    """Only torch, numpy and pyyaml: not the trainer's dependencies, and no extras. A kernel's
+    library may be missing."""
     blocked = (
-        "triton pydantic datasets pyarrow tokenizers matplotlib tensorboard rich transformers flash_attn megatron scipy pandas"
+        "triton pydantic datasets pyarrow tokenizers matplotlib tensorboard rich "
+        "transformers flash_attn megatron scipy pandas"
     )
     code = f"""
 import importlib, sys
@@ -192,14 +246,19 @@ for name in {[name for name in LIGHT if "triton" not in name and "merge_device" 
 def test_the_model_knows_nothing_of_processes() -> None:
     for name in MODULES:
         if part(name) == "model":
-            assert not {module for module in imports(name) if module.startswith("torch.distributed")}, name
+            assert not {
+                module for module in imports(name) if module.startswith("torch.distributed")
+            }, name
     assert not {user for user in users_of("distributed", "dist") if part(user) == "model"}
 
 
 def test_only_the_mesh_makes_process_groups() -> None:
-    """But for the group inside a trainer of transformers, whose processes accelerate has joined, or of one to check."""
+    """But for the group inside a trainer of transformers, whose processes accelerate has joined, or
+    of one to check."""
     makers = {"longctx.parallel.mesh", "longctx.trainers.dynamic", "longctx.commands.check_step"}
-    assert users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= makers
+    assert (
+        users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= makers
+    )
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -207,24 +266,52 @@ def test_the_environment_is_read_in_one_place() -> None:
     readers = set()
     for name in users_of("environ", "getenv"):
         nodes = list(ast.walk(tree(name)))
-        set_only = [node.value for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)]
-        set_only += [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr == "setdefault"]
-        uses = [node for node in nodes if isinstance(node, (ast.Attribute, ast.Name, ast.alias)) and node not in set_only]
+        set_only = [
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+        ]
+        set_only += [
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Attribute) and node.attr == "setdefault"
+        ]
+        uses = [
+            node
+            for node in nodes
+            if isinstance(node, (ast.Attribute, ast.Name, ast.alias)) and node not in set_only
+        ]
         if any(_name(node) in ("environ", "getenv") for node in uses):
             readers.add(name)
     passing_on = {"longctx.check.pytest_plugin"}
-    assert readers <= {f"longctx.parallel.{module}" for module in ("environment", "device", "mesh", "meeting")} | passing_on
+    assert (
+        readers
+        <= {f"longctx.parallel.{module}" for module in ("environment", "device", "mesh", "meeting")}
+        | passing_on
+    )
 
 
 def test_bare_names_of_the_top_folders_are_refused() -> None:
-    code = "\n".join(f"try: import {name}\nexcept ImportError as error: print(error)" for name in ("attention", "data"))
-    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = "\n".join(
+        f"try: import {name}\nexcept ImportError as error: print(error)"
+        for name in ("attention", "data")
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in ("attention", "data"):
         assert f"import this package as `longctx.{name}`" in process.stdout
 
 
 def test_the_wheel_lists_every_folder_of_modules() -> None:
     """tests/test_wheel.py builds it."""
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
-    folders = {name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in MODULES.items()}
-    assert sorted(listed) == sorted(folders | {"longctx.planning.profiles", "longctx.comparison.mixes"}), "two have files alone"
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"][
+        "packages"
+    ]
+    folders = {
+        name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for name, path in MODULES.items()
+    }
+    assert sorted(listed) == sorted(
+        folders | {"longctx.planning.profiles", "longctx.comparison.mixes"}
+    ), "two have files alone"

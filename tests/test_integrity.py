@@ -1,4 +1,5 @@
-"""Nothing damaged is used, and nothing is executed: checksums of stores and checkpoints, and what is read without them."""
+"""Nothing damaged is used, and nothing is executed: checksums of stores and checkpoints, and what
+is read without them."""
 
 import errno
 import json
@@ -46,7 +47,9 @@ def trained(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """A store, and a run of three checkpoints; tests that change one put it back."""
     folder = tmp_path_factory.mktemp("trained")
     store = make_store(folder)
-    workers.run(train_and_save, 1, store, folder / "run", ["train.steps=3", "checkpoint.every=1", ONE_RANK])
+    workers.run(
+        train_and_save, 1, store, folder / "run", ["train.steps=3", "checkpoint.every=1", ONE_RANK]
+    )
     return store, folder / "run"
 
 
@@ -106,7 +109,9 @@ def test_every_bit_that_flips_in_a_store_is_noticed(
 
 
 @pytest.mark.parametrize("key", ["format", "version"])
-def test_every_bit_that_flips_where_a_store_says_what_it_is_is_noticed(store: Path, key: str) -> None:
+def test_every_bit_that_flips_where_a_store_says_what_it_is_is_noticed(
+    store: Path, key: str
+) -> None:
     expected, file = faults.read_store(store), store / "manifest.json"
     content = file.read_bytes()
     start = content.index(f'"{key}"'.encode())
@@ -114,11 +119,15 @@ def test_every_bit_that_flips_where_a_store_says_what_it_is_is_noticed(store: Pa
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
-        assert faults.outcome(faults.read_store, store, file, expected) == faults.NOTICED, bytes(flipped[start : start + 30])
+        assert faults.outcome(faults.read_store, store, file, expected) == faults.NOTICED, bytes(
+            flipped[start : start + 30]
+        )
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
-def test_every_bit_that_flips_in_a_checkpoint_is_noticed(trained: tuple[Path, Path], count: int) -> None:
+def test_every_bit_that_flips_in_a_checkpoint_is_noticed(
+    trained: tuple[Path, Path], count: int
+) -> None:
     _, run = trained
     seen = faults.flips(faults.read_checkpoint, run, folder_of(run, 3), count)
     assert {outcome for _, outcome in seen} == {faults.NOTICED}, seen
@@ -137,7 +146,9 @@ def test_the_fuzzer_sees_what_nobody_notices(store: Path) -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 300), max_size=12))
-def test_checksums_do_not_depend_on_how_a_file_was_written(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
+def test_checksums_do_not_depend_on_how_a_file_was_written(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int]
+) -> None:
     path = tmp_path_factory.getbasetemp() / "summed"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksums, "CHUNK", 100)
@@ -155,13 +166,17 @@ def test_checksums_do_not_depend_on_how_a_file_was_written(tmp_path_factory: pyt
             at = len(content) - 1
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]))
             first = at // 100 * 100
-            assert f"between bytes {first:,} and {len(content):,}" in checksums.damage(path, file.checksums)
+            assert f"between bytes {first:,} and {len(content):,}" in checksums.damage(
+                path, file.checksums
+            )
 
 
 # --- stores
 
 
-def test_only_the_parts_that_are_read_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_parts_that_are_read_are_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("longctx.data.store.writer.BATCH_DOCUMENTS", 1)
     for module in (mapped, checksums):
         monkeypatch.setattr(module, "CHUNK", 256)
@@ -178,7 +193,9 @@ def test_only_the_parts_that_are_read_are_verified(tmp_path: Path, monkeypatch: 
     for document in (0, 2):
         store.read(document, 0, 2000)
     for read in (store.read, store.tokens):
-        with pytest.raises(StoreError, match=rf"{arrow.name} does not match its checksums between bytes"):
+        with pytest.raises(
+            StoreError, match=rf"{arrow.name} does not match its checksums between bytes"
+        ):
             read(1, 0, 10)
 
 
@@ -194,7 +211,9 @@ def test_tokens_outside_the_vocabulary_are_refused(store: Path, value: int) -> N
     reseal(store, arrow)
     damaged = Store.open(store)
     damaged.read(0, 0, 20), damaged.read(1, 0, 6)
-    said = rf"document store.jsonl:2 has token {value} at position 7, but its tokenizer has 257 tokens"
+    said = (
+        rf"document store.jsonl:2 has token {value} at position 7, but its tokenizer has 257 tokens"
+    )
     for read in (damaged.read, damaged.tokens):
         with pytest.raises(StoreError, match=said):
             read(1, 2, 300)
@@ -217,7 +236,12 @@ def test_a_damaged_journal_does_not_stop_preparing(tmp_path: Path) -> None:
     arrow = tmp_path / "data-00000.arrow"
     arrow.write_bytes(b"x" * 10)
     line = checksums.sealed(
-        {"file": arrow.name, "source_bytes": 10, "weighted": False, "checksums": checksums.checksums(arrow)}
+        {
+            "file": arrow.name,
+            "source_bytes": 10,
+            "weighted": False,
+            "checksums": checksums.checksums(arrow),
+        }
     )
     good = json.dumps(line).encode() + b"\n"
     for damage in (b"{", b"[]\n", b"\xff\n", good.replace(b"10", b"11"), b'{"file": "a"}\n'):
@@ -251,10 +275,16 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
         changed(file, flip(file))
         (answer, other) = workers.run(resumed_from, 2, run)
         assert answer == other and answer[0] == step
-        assert f"{file.parent} is damaged ({file.name} does not match its checksums" in answer[1][-1]
+        assert (
+            f"{file.parent} is damaged ({file.name} does not match its checksums" in answer[1][-1]
+        )
     changed(shards[2], flip(shards[2]))
     (answer, other) = workers.run(resumed_from, 2, run)
-    assert answer == other and "no checkpoint of" in answer and all(str(file.parent) in answer for file in shards)
+    assert (
+        answer == other
+        and "no checkpoint of" in answer
+        and all(str(file.parent) in answer for file in shards)
+    )
 
 
 def test_training_resumes_before_a_damaged_checkpoint(
@@ -264,10 +294,19 @@ def test_training_resumes_before_a_damaged_checkpoint(
     shard = next(folder_of(run, 3).glob("*.distcp"))
     changed(shard, flip(shard))
     changed(run / "metrics.jsonl", (run / "metrics.jsonl").read_bytes())
-    given = [f"--{setting}" for setting in [*SMALL, ONE_RANK, "train.steps=3", "checkpoint.every=null"]]
-    assert main(["train", *given, f"--data.store={store}", f"--train.run_dir={run}", "--resume-if-any"]) == 0
+    given = [
+        f"--{setting}" for setting in [*SMALL, ONE_RANK, "train.steps=3", "checkpoint.every=null"]
+    ]
+    assert (
+        main(
+            ["train", *given, f"--data.store={store}", f"--train.run_dir={run}", "--resume-if-any"]
+        )
+        == 0
+    )
     printed = capfd.readouterr()
-    assert f"{folder_of(run, 3)} is damaged ({shard.name} does not match its checksums" in printed.err
+    assert (
+        f"{folder_of(run, 3)} is damaged ({shard.name} does not match its checksums" in printed.err
+    )
     assert "from step 2;" in printed.out and "step 3 loss" in printed.out
 
 
@@ -276,12 +315,17 @@ def test_training_resumes_before_a_damaged_checkpoint(
     [
         ({"step": 10**9}, "it has step 1000000000"),
         ({"files": []}, "has no attribute"),
-        ({"files": {"../../config.yaml": 1}, "checksums": {"../../config.yaml": ""}}, "leads out of it"),
+        (
+            {"files": {"../../config.yaml": 1}, "checksums": {"../../config.yaml": ""}},
+            "leads out of it",
+        ),
         ({"data": 5}, "data and model must be objects"),
         ({"checksums": {".metadata": "0"}}, "checksums are missing"),
     ],
 )
-def test_a_wrong_state_is_not_used(trained: tuple[Path, Path], changed: Changed, changes: dict[str, Any], says: str) -> None:
+def test_a_wrong_state_is_not_used(
+    trained: tuple[Path, Path], changed: Changed, changes: dict[str, Any], says: str
+) -> None:
     """Though its own checksum is right."""
     _, run = trained
     changed(folder_of(run, 3) / "state.json", resealed(folder_of(run, 3), **changes))
@@ -294,10 +338,14 @@ def test_a_wrong_state_is_not_used(trained: tuple[Path, Path], changed: Changed,
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, 5)
     folder.with_suffix(".partial").mkdir(parents=True)
-    assert open_run_folder(tmp_path, resume=True, or_begin=True, checkpoint_bytes=0)[0] is None, "none was ever completed"
+    assert open_run_folder(tmp_path, resume=True, or_begin=True, checkpoint_bytes=0)[0] is None, (
+        "none was ever completed"
+    )
     folder.mkdir()
     (folder / "state.json").write_text("{")
-    with pytest.raises(RunFolderError, match=r"no checkpoint of .* can be used .*state\.json.*move the folder away"):
+    with pytest.raises(
+        RunFolderError, match=r"no checkpoint of .* can be used .*state\.json.*move the folder away"
+    ):
         open_run_folder(tmp_path, resume=True, or_begin=True, checkpoint_bytes=0)
     (tmp_path / "latest").symlink_to("checkpoints/step-000005")
     (folder / "state.json").unlink()
@@ -306,7 +354,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
         open_run_folder(tmp_path, resume=True, or_begin=True, checkpoint_bytes=0)
 
 
-def test_an_error_that_passes_is_not_a_missing_checkpoint(trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_passes_is_not_a_missing_checkpoint(
+    trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor one that stays."""
     _, run = trained
     monkeypatch.setattr(checksums, "WAITS_S", (0.0, 0.0))
@@ -329,11 +379,18 @@ def test_an_error_that_passes_is_not_a_missing_checkpoint(trained: tuple[Path, P
 
 
 def whole_while_saving(store: Path, run: Path, settings: list[str]) -> list[list[int]]:
-    """The steps whose checkpoints are whole each time that another one has been written, but not yet published."""
+    """The steps whose checkpoints are whole each time that another one has been written, but not
+    yet published."""
     found, publish = [], saving.publish
 
     def watched(*arguments: Any) -> None:
-        found.append([step for step in checkpoint.steps(run) if not checkpoint.of_step(run, step)[0].damage()])
+        found.append(
+            [
+                step
+                for step in checkpoint.steps(run)
+                if not checkpoint.of_step(run, step)[0].damage()
+            ]
+        )
         publish(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -342,19 +399,29 @@ def whole_while_saving(store: Path, run: Path, settings: list[str]) -> list[list
     return found
 
 
-def test_two_checkpoints_are_whole_while_another_is_written(workers: Workers, tmp_path: Path) -> None:
-    store, settings = make_store(tmp_path), ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2", ONE_RANK]
-    assert workers.run(whole_while_saving, 1, store, tmp_path / "run", settings) == [[[], [1], [1, 2], [2, 3]]]
+def test_two_checkpoints_are_whole_while_another_is_written(
+    workers: Workers, tmp_path: Path
+) -> None:
+    store, settings = (
+        make_store(tmp_path),
+        ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2", ONE_RANK],
+    )
+    assert workers.run(whole_while_saving, 1, store, tmp_path / "run", settings) == [
+        [[], [1], [1, 2], [2, 3]]
+    ]
 
 
 def test_later_checkpoints_do_not_displace_those_that_a_run_resumed_from(tmp_path: Path) -> None:
-    """They are damaged, though their sizes are right: otherwise the run would not have resumed before them."""
+    """They are damaged, though their sizes are right: otherwise the run would not have resumed
+    before them."""
     pretend_checkpoints(tmp_path, 10, 20, 30, 40)
     saving.prune(tmp_path, 2, folder_of(tmp_path, 30))
     assert checkpoint.steps(tmp_path) == [20, 30, 40]
 
 
-def test_a_checkpoint_is_replaced_whole(trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_replaced_whole(
+    trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill between the two renames leaves the old one aside, and the next write removes it."""
     final = folder_of(tmp_path, 1)
 
@@ -375,15 +442,23 @@ def test_a_checkpoint_is_replaced_whole(trained: tuple[Path, Path], tmp_path: Pa
         patch.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
             publish()
-    assert {path.name for path in final.parent.iterdir()} == {"step-000001.partial", "step-000001.replaced"}
+    assert {path.name for path in final.parent.iterdir()} == {
+        "step-000001.partial",
+        "step-000001.replaced",
+    }
     (final.with_suffix(".partial") / "state.json").unlink()
     final.with_suffix(".partial").rmdir()
     publish()
     assert {path.name for path in final.parent.iterdir()} == {"step-000001"}
 
 
-def test_damaged_lines_of_the_metrics_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = [{"step": step, "tokens": 10, "step_time_s": 2.0, "tokens_per_s_per_rank": 5.0} for step in range(1, 7)]
+def test_damaged_lines_of_the_metrics_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        {"step": step, "tokens": 10, "step_time_s": 2.0, "tokens_per_s_per_rank": 5.0}
+        for step in range(1, 7)
+    ]
     lines = [json.dumps(step).encode() for step in steps]
     lines[1] = lines[1].replace(b"step", b"st\xe5p", 1)
     lines[2] = b"[]"
@@ -392,7 +467,9 @@ def test_damaged_lines_of_the_metrics_are_told(tmp_path: Path, capsys: pytest.Ca
     log = tmp_path / "metrics.jsonl"
     log.write_bytes(b"\n".join(lines))
     assert mean_speed(tmp_path).startswith("5 tokens/s, 5 per rank, 2.00 s")
-    MetricsLog(load(None, [f"train.run_dir={tmp_path}", "log.tensorboard=false"]), after_step=5).close()
+    MetricsLog(
+        load(None, [f"train.run_dir={tmp_path}", "log.tensorboard=false"]), after_step=5
+    ).close()
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 4, 5]
     assert f"2 damaged lines of {log} are left out" in capsys.readouterr().err
 
@@ -408,19 +485,26 @@ class Evil:
         return Path.touch, (self.file,)
 
 
-def test_a_crafted_description_runs_no_code(trained: tuple[Path, Path], changed: Changed, tmp_path: Path) -> None:
+def test_a_crafted_description_runs_no_code(
+    trained: tuple[Path, Path], changed: Changed, tmp_path: Path
+) -> None:
     _, run = trained
     folder, file = folder_of(run, 3), tmp_path / "touched"
     crafted = pickle.dumps(Evil(file))
     sizes = json.loads((folder / "state.json").read_text())["files"]
     changed(folder / "state.json", resealed(folder, files={**sizes, ".metadata": len(crafted)}))
     changed(folder / ".metadata", crafted)
-    with pytest.raises(CheckpointError, match=rf"{folder} is damaged: .*names pathlib.Path.touch|names pathlib\.\w+"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{folder} is damaged: .*names pathlib.Path.touch|names pathlib\.\w+",
+    ):
         SavedWeights(folder)
     assert not file.exists()
 
 
-def test_what_is_not_a_tensor_is_not_unpickled(trained: tuple[Path, Path], changed: Changed, tmp_path: Path) -> None:
+def test_what_is_not_a_tensor_is_not_unpickled(
+    trained: tuple[Path, Path], changed: Changed, tmp_path: Path
+) -> None:
     """torch would load it without limits."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -443,7 +527,9 @@ def test_what_is_not_a_tensor_is_not_unpickled(trained: tuple[Path, Path], chang
     assert not file.exists()
 
 
-def test_a_description_cannot_name_files_elsewhere(trained: tuple[Path, Path], changed: Changed) -> None:
+def test_a_description_cannot_name_files_elsewhere(
+    trained: tuple[Path, Path], changed: Changed
+) -> None:
     _, run = trained
     folder = folder_of(run, 3)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -457,7 +543,8 @@ def test_a_description_cannot_name_files_elsewhere(trained: tuple[Path, Path], c
 def test_a_run_replaces_nothing_that_no_run_wrote(
     tmp_path: Path, store: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`--train.run_dir .` in the folder of a project: its model/ was deleted, its config.yaml overwritten."""
+    """`--train.run_dir .` in the folder of a project: its model/ was deleted, its config.yaml
+    overwritten."""
     run = tmp_path / "project"
     mine = run / name
     mine.parent.mkdir(parents=True)
@@ -468,7 +555,9 @@ def test_a_run_replaces_nothing_that_no_run_wrote(
     assert mine.read_text() == "mine"
 
 
-def test_a_run_that_ended_before_its_first_step_starts_again_in_its_folder(tmp_path: Path, store: Path) -> None:
+def test_a_run_that_ended_before_its_first_step_starts_again_in_its_folder(
+    tmp_path: Path, store: Path
+) -> None:
     run = tmp_path / "run"
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={run}", "train.steps=1"]
     command = ["train", *(f"--{setting}" for setting in settings)]

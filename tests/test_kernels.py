@@ -1,4 +1,5 @@
-"""Compares the reference kernel with autograd, and the CPU kernel with the reference kernel, for any band."""
+"""Compares the reference kernel with autograd, and the CPU kernel with the reference kernel, for
+any band."""
 
 from typing import get_args
 
@@ -13,7 +14,9 @@ from longctx.config.settings import ContextSection
 
 
 def bands() -> st.SearchStrategy[tuple[int | None, int | None]]:
-    return st.tuples(st.one_of(st.none(), st.integers(-6, 0)), st.one_of(st.none(), st.integers(0, 6)))
+    return st.tuples(
+        st.one_of(st.none(), st.integers(-6, 0)), st.one_of(st.none(), st.integers(0, 6))
+    )
 
 
 @given(
@@ -27,7 +30,8 @@ def bands() -> st.SearchStrategy[tuple[int | None, int | None]]:
 def test_reference_kernel_bands_and_gradients(
     band: tuple[int | None, int | None], queries: int, keys: int, softcap: float, seed: int
 ) -> None:
-    """The reference kernel's backward equals autograd, for any band and unequal head sizes of k and v."""
+    """The reference kernel's backward equals autograd, for any band and unequal head sizes of k and
+    v."""
     torch.manual_seed(seed)
     q = torch.randn(queries + 2, 4, 3, dtype=torch.float64, requires_grad=True)
     k = torch.randn(keys + 1, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -36,21 +40,30 @@ def test_reference_kernel_bands_and_gradients(
     kernel = KERNELS["reference"]
     out, lse = kernel.forward(q.detach(), k.detach(), v.detach(), [segment], Options(0.7, softcap))
 
-    scores = torch.einsum("qhd,khd->hqk", q[1 : 1 + queries], k[1:].repeat_interleave(2, dim=1)) * 0.7
+    scores = (
+        torch.einsum("qhd,khd->hqk", q[1 : 1 + queries], k[1:].repeat_interleave(2, dim=1)) * 0.7
+    )
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     offset = torch.arange(keys)[None] - torch.arange(queries)[:, None]
-    hidden = (offset < (band[0] if band[0] is not None else -99)) | (offset > (band[1] if band[1] is not None else 99))
+    hidden = (offset < (band[0] if band[0] is not None else -99)) | (
+        offset > (band[1] if band[1] is not None else 99)
+    )
     probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
     wanted = torch.einsum("hqk,khd->qhd", probabilities, v[1:].repeat_interleave(2, dim=1))
     torch.testing.assert_close(out[1 : 1 + queries], wanted)
     assert not out[0].any() and not out[-1].any() and lse[0].isneginf().all()
 
     seen = ~hidden.all(1)  # queries that see no key have no gradient to compare
-    dout = torch.randn_like(out) * torch.cat([torch.zeros(1), seen.double(), torch.zeros(1)])[:, None, None]
+    dout = (
+        torch.randn_like(out)
+        * torch.cat([torch.zeros(1), seen.double(), torch.zeros(1)])[:, None, None]
+    )
     safe = scores.masked_fill(hidden, -1e30).softmax(-1)
     surrogate = torch.einsum("hqk,khd->qhd", safe, v[1:].repeat_interleave(2, dim=1))
     autograd = torch.autograd.grad(surrogate, (q, k, v), dout[1 : 1 + queries])
-    ours = kernel.backward(dout, q.detach(), k.detach(), v.detach(), out, lse, [segment], Options(0.7, softcap))
+    ours = kernel.backward(
+        dout, q.detach(), k.detach(), v.detach(), out, lse, [segment], Options(0.7, softcap)
+    )
     for a, b in zip(ours, autograd, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -60,7 +73,10 @@ def test_cpu_kernel_skips_empty_segments() -> None:
     kernel = KERNELS["cpu"]
     out, lse = kernel.forward(q, q, q, [Segment(0, 4, 2, 2), Segment(1, 1, 0, 4)], Options(1.0))
     assert not out.any() and lse.isneginf().all()
-    assert not any(part.any() for part in kernel.backward(q, q, q, q, out, lse, [Segment(0, 4, 2, 2)], Options(1.0)))
+    assert not any(
+        part.any()
+        for part in kernel.backward(q, q, q, q, out, lse, [Segment(0, 4, 2, 2)], Options(1.0))
+    )
 
 
 @given(
@@ -71,9 +87,15 @@ def test_cpu_kernel_skips_empty_segments() -> None:
     seed=st.integers(0, 1000),
 )
 @settings(deadline=None)
-def test_cpu_kernel_bands(band: tuple[int | None, int | None], queries: int, keys: int, block: int, seed: int) -> None:
-    """Blocks of queries with masks equal the reference, also if the final log-sum-exp is larger than that of this call."""
-    segments = [Segment(1, 1 + queries, 2, 2 + keys, *band), Segment(1 + queries, 4 + queries, 2 + keys, 5 + keys, hi=0)]
+def test_cpu_kernel_bands(
+    band: tuple[int | None, int | None], queries: int, keys: int, block: int, seed: int
+) -> None:
+    """Blocks of queries with masks equal the reference, also if the final log-sum-exp is larger
+    than that of this call."""
+    segments = [
+        Segment(1, 1 + queries, 2, 2 + keys, *band),
+        Segment(1 + queries, 4 + queries, 2 + keys, 5 + keys, hi=0),
+    ]
     assume(visible(segments[0], torch.device("cpu")).any(dim=1).all())
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(queries + 5, 4, 8, generator=generator)
@@ -84,7 +106,15 @@ def test_cpu_kernel_bands(band: tuple[int | None, int | None], queries: int, key
         patch.setattr(cpu, "BLOCK", block)
         for name in ("cpu", "reference"):
             out, lse = KERNELS[name].forward(q, k, v, segments, Options(0.4))
-            results.append((out, lse, *KERNELS[name].backward(dout, q, k, v, out * 0.6, lse + 0.5, segments, Options(0.4))))
+            results.append(
+                (
+                    out,
+                    lse,
+                    *KERNELS[name].backward(
+                        dout, q, k, v, out * 0.6, lse + 0.5, segments, Options(0.4)
+                    ),
+                )
+            )
     for ours, wanted in zip(*results, strict=True):
         torch.testing.assert_close(ours, wanted, atol=2e-6, rtol=2e-5)
 
@@ -93,7 +123,9 @@ ranges = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: (min
 
 
 @given(
-    segment=st.builds(Segment, *[st.integers(0, 5), st.integers(6, 12)] * 2, *[st.none() | st.integers(-9, 9)] * 2),
+    segment=st.builds(
+        Segment, *[st.integers(0, 5), st.integers(6, 12)] * 2, *[st.none() | st.integers(-9, 9)] * 2
+    ),
     queries=ranges,
     keys=ranges,
 )
@@ -104,7 +136,9 @@ def test_cutting_a_segment_keeps_what_is_seen_and_no_more(
     seen = torch.zeros(12, 12, dtype=torch.bool)
     wanted = torch.zeros(12, 12, dtype=torch.bool)
     whole = torch.zeros(12, 12, dtype=torch.bool)
-    whole[segment.q_start : segment.q_stop, segment.k_start : segment.k_stop] = visible(segment, torch.device("cpu"))
+    whole[segment.q_start : segment.q_stop, segment.k_start : segment.k_stop] = visible(
+        segment, torch.device("cpu")
+    )
     rows, columns = slice(*queries), slice(*keys)
     wanted[rows, columns] = whole[rows, columns]
     if part.empty:
@@ -122,7 +156,9 @@ def test_the_setting_offers_every_kernel() -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
-@pytest.mark.parametrize("band", [(None, 0), (None, None), (-2, 0)], ids=["causal", "dense", "window"])
+@pytest.mark.parametrize(
+    "band", [(None, 0), (None, None), (-2, 0)], ids=["causal", "dense", "window"]
+)
 @pytest.mark.parametrize("where", ["q", "k", "v", "all of k"])
 def test_nan_stays_nan(name: str, band: tuple[int | None, int | None], where: str) -> None:
     """Rows that see NaN are NaN, forward and backward, and not zeros as if they saw nothing."""

@@ -1,4 +1,5 @@
-"""Nothing is lost, and nothing hangs, when ranks are killed or the machine fails; the long form has hundreds of faults."""
+"""Nothing is lost, and nothing hangs, when ranks are killed or the machine fails; the long form has
+hundreds of faults."""
 
 from pathlib import Path
 
@@ -71,4 +72,7 @@ def test_parts_of_the_results_are_replaced_one_by_one() -> None:
     page = faults.replaced("", {"Kills": "a\n\n### more\n", "Single bits": "b"})
     assert page == f"{faults.HEAD}\n## Single bits\n\nb\n\n## Kills\n\na\n\n### more\n"
     assert faults.replaced(page, {}) == page
-    assert faults.replaced(page, {"Kills": "c"}) == f"{faults.HEAD}\n## Single bits\n\nb\n\n## Kills\n\nc\n"
+    assert (
+        faults.replaced(page, {"Kills": "c"})
+        == f"{faults.HEAD}\n## Single bits\n\nb\n\n## Kills\n\nc\n"
+    )

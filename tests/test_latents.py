@@ -1,4 +1,5 @@
-"""Latent attention of transformers: split documents exchange latents, and train as in one process without longctx."""
+"""Latent attention of transformers: split documents exchange latents, and train as in one process
+without longctx."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -42,7 +43,9 @@ CASES = {
     "received rows are kept": Case(options={"keep_kv": True}),
     "two levels": Case(options={"ranks_per_node": 2}),
     "recomputation": Case(recompute=True),
-    "adapters, recomputation and two levels": Case(lora={}, recompute=True, options={"ranks_per_node": 2, "keep_kv": True}),
+    "adapters, recomputation and two levels": Case(
+        lora={}, recompute=True, options={"ranks_per_node": 2, "keep_kv": True}
+    ),
     "some documents swap heads": Case(options={"ulysses_degree": 2}),
     "another model": Case("minicpm3", SPECIAL["deepseek_v3"]),
 }
@@ -62,7 +65,9 @@ def bytes_of(found: list[tuple[float, list[torch.Tensor], int]]) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_loss_and_gradients_are_those_of_transformers_on_documents_one_by_one(workers: Workers, ranks: int) -> None:
+def test_loss_and_gradients_are_those_of_transformers_on_documents_one_by_one(
+    workers: Workers, ranks: int
+) -> None:
     names = list(CASES)[: len(CASES) if ranks == 4 else 2]
     by_rank = workers.run(steps, ranks, [CASES[name] for name in names])
     for number, name in enumerate(names):
@@ -72,8 +77,19 @@ def test_loss_and_gradients_are_those_of_transformers_on_documents_one_by_one(wo
 @pytest.mark.slow
 def test_messages_of_deepseek_v3s_sizes_have_a_71st_of_the_bytes(workers: Workers) -> None:
     """576 values a token, not 128 heads x (192 + 128)."""
-    sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-    sizes |= {"v_head_dim": 128, "kv_lora_rank": 512, "head_dim": 64, "num_hidden_layers": 1, **DENSE}
+    sizes = {
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+    }
+    sizes |= {
+        "v_head_dim": 128,
+        "kv_lora_rank": 512,
+        "head_dim": 64,
+        "num_hidden_layers": 1,
+        **DENSE,
+    }
     latents = Case(settings=sizes, dtype=torch.float32, lengths=(33, 1, 7, 40, 9, 2))
     keys = replace(latents, keys=True)
     by_rank = workers.run(steps, 2, [latents, keys])
@@ -115,7 +131,9 @@ def test_latents_under_autocast_are_sent_and_expanded_in_its_dtype(workers: Work
     latents = Case(settings=DENSE, dtype=torch.float32, autocast=True)
     exact, keys = replace(latents, autocast=False), replace(latents, keys=True)
     by_rank = workers.run(steps, 2, [latents, keys, exact])
-    sent, of_keys, in_float32 = (bytes_of([found[number] for found in by_rank]) for number in range(3))
+    sent, of_keys, in_float32 = (
+        bytes_of([found[number] for found in by_rank]) for number in range(3)
+    )
     assert in_float32 == 2 * sent and sent < of_keys
     errors = [error_of(by_rank[0][number][1], by_rank[0][2][1]) for number in range(2)]
     assert 0 < errors[0] < 1.5 * errors[1] < 0.3
@@ -130,7 +148,9 @@ def test_adapters_that_drop_at_random_send_keys(workers: Workers) -> None:
     """Their expansion in backward would be another one than in forward."""
     case = Case(lora={"lora_dropout": 0.5})
     by_rank = workers.run(steps, 2, [case, replace(case, keys=True), replace(case, lora={})])
-    dropping, keys, latents = (bytes_of([found[number] for found in by_rank]) for number in range(3))
+    dropping, keys, latents = (
+        bytes_of([found[number] for found in by_rank]) for number in range(3)
+    )
     assert dropping == keys > latents
 
 
@@ -147,7 +167,9 @@ def as_deepspeed_does(projection: torch.nn.Linear) -> None:
 
 
 @pytest.mark.parametrize("hold", [as_fsdp_1_does, as_deepspeed_does])
-def test_weights_that_backward_may_not_find_send_keys(hold: Callable[[torch.nn.Linear], None]) -> None:
+def test_weights_that_backward_may_not_find_send_keys(
+    hold: Callable[[torch.nn.Linear], None],
+) -> None:
     """Their gradients would lack those of received rows without an error."""
     layer = build_model("deepseek_v3", "longctx").model.layers[0].self_attn
     key, value = layer.expand_kv(torch.ones(1, 1, 2, 16), torch.ones(1, 1, 2, 8))
@@ -165,10 +187,14 @@ def scaled(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return key, 1.0 * value
 
 
-def mixing(self: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def mixing(
+    self: Any, latent: torch.Tensor, rotary: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A method whose results of a token depend on the one before; uses self.kv_b_proj."""
     key, value = DeepseekV3Attention.expand_kv(self, latent, rotary)
-    return key, value + self.kv_b_proj.weight.sum() * torch.arange(latent.shape[2])[:, None].to(value)
+    return key, value + self.kv_b_proj.weight.sum() * torch.arange(latent.shape[2])[:, None].to(
+        value
+    )
 
 
 def with_method(method: Callable[..., Any]) -> Any:
@@ -180,7 +206,10 @@ def with_method(method: Callable[..., Any]) -> Any:
 
 def test_keys_and_values_that_depend_on_other_tokens_are_refused() -> None:
     model = with_method(mixing)
-    with pytest.raises(HuggingFaceError, match="expands the latents of a token to other keys and values beside other tokens"):
+    with pytest.raises(
+        HuggingFaceError,
+        match="expands the latents of a token to other keys and values beside other tokens",
+    ):
         prepare(model)
     assert not any("expand_kv" in vars(module) for module in model.modules())
 
@@ -214,7 +243,8 @@ def test_a_copy_of_a_prepared_model_expands_its_own_latents() -> None:
     ],
 )
 def test_longctx_train_sends_latents(workers: Workers, tmp_path: Path, settings: list[str]) -> None:
-    """With sharded weights: those of `kv_b_proj` are gathered when backward expands received rows."""
+    """With sharded weights: those of `kv_b_proj` are gathered when backward expands received
+    rows."""
     without_experts = DENSE if "train.compile=true" in settings else {}
     build_model("deepseek_v3", "eager", **without_experts).save_pretrained(tmp_path)
     loss, gradients, _ = reference(tmp_path)
@@ -227,25 +257,51 @@ def test_longctx_train_sends_latents(workers: Workers, tmp_path: Path, settings:
 
 
 @pytest.mark.parametrize("base", ["null", "int8"])
-def test_adapted_and_quantized_layers_expand_as_they_compute(workers: Workers, tmp_path: Path, base: str) -> None:
+def test_adapted_and_quantized_layers_expand_as_they_compute(
+    workers: Workers, tmp_path: Path, base: str
+) -> None:
     """Gradients of the adapters are those where K and V travel."""
     build_model("deepseek_v3", "eager", **DENSE).save_pretrained(tmp_path)
-    settings = ["lora.rank=2", "lora.target_modules=[kv_a_proj_with_mqa,kv_b_proj,q_b_proj]", f"lora.base={base}"]
+    settings = [
+        "lora.rank=2",
+        "lora.target_modules=[kv_a_proj_with_mqa,kv_b_proj,q_b_proj]",
+        f"lora.base={base}",
+    ]
     latents, keys = (workers.run(run_step, 2, tmp_path, settings, way)[0] for way in (False, True))
     assert latents[2] < keys[2] / 5
     assert latents[0] == pytest.approx(keys[0], rel=LOSS)
-    found, expected = ({name: each for name, each in run[1].items() if "lora_" in name} for run in (latents, keys))
+    found, expected = (
+        {name: each for name, each in run[1].items() if "lora_" in name} for run in (latents, keys)
+    )
     assert largest_error(found, expected) < GRADIENT
-    assert [float(each.norm()) > 0 for name, each in expected.items() if "kv_b_proj.lora_B" in name] == [True, True]
+    assert [
+        float(each.norm()) > 0 for name, each in expected.items() if "kv_b_proj.lora_B" in name
+    ] == [True, True]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_memory_of_latents_is_that_of_the_allocator(workers: Workers, tmp_path: Path, rounds: int) -> None:
-    """Received rows are small; the keys and values of a round, expanded, and their gradients are not."""
+def test_memory_of_latents_is_that_of_the_allocator(
+    workers: Workers, tmp_path: Path, rounds: int
+) -> None:
+    """Received rows are small; the keys and values of a round, expanded, and their gradients are
+    not."""
     store = make_store(tmp_path)
-    sizes = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 16, "kv_lora_rank": 16}
-    sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 48, "num_hidden_layers": 2, **DENSE}
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+    }
+    sizes |= {
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,
+        "v_head_dim": 48,
+        "num_hidden_layers": 2,
+        **DENSE,
+    }
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "deepseek_v3", **sizes)
     none = [f"{each.partition('=')[0]}=null" for each in SMALL if each.startswith("model.")]
     settings = [
@@ -255,7 +311,11 @@ def test_memory_of_latents_is_that_of_the_allocator(workers: Workers, tmp_path: 
         "context.degree=4",
         "batch.tokens_per_rank=512",
     ]
-    settings += ["train.recompute=full", "context.two_level_exchange=false", f"context.max_remote_tokens={1536 // rounds}"]
+    settings += [
+        "train.recompute=full",
+        "context.two_level_exchange=false",
+        f"context.max_remote_tokens={1536 // rounds}",
+    ]
     measured, memory = peak_and_estimate(workers, store, tmp_path / "run", 4, settings)
     print(f"{rounds} rounds: measured {measured}, estimate {memory.total}: {memory}")
     assert memory.total == pytest.approx(measured, rel=0.1)
@@ -263,7 +323,9 @@ def test_memory_of_latents_is_that_of_the_allocator(workers: Workers, tmp_path: 
 
 def spec_of_deepseek_v3() -> ModelSpec:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3"), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("deepseek_v3"), dtype=torch.bfloat16
+        )
     replace_attention(model)
     return spec_of(model, model.model.layers)
 
@@ -273,7 +335,11 @@ def test_work_counts_latents_and_what_expands_them() -> None:
     spec = spec_of_deepseek_v3()
     keys = replace(spec, layers=tuple(replace(layer, latent=NO_LATENT) for layer in spec.layers))
     adapted = replace(
-        spec, layers=tuple(replace(layer, matrices=(*layer.matrices, Matrix(1, 1, role="adapter"))) for layer in spec.layers)
+        spec,
+        layers=tuple(
+            replace(layer, matrices=(*layer.matrices, Matrix(1, 1, role="adapter")))
+            for layer in spec.layers
+        ),
     )
     products = 61 * 512 * 128 * (128 + 128)
     assert spec.parameters == pytest.approx(671e9, rel=0.001)
@@ -291,13 +357,17 @@ def test_work_counts_latents_and_what_expands_them() -> None:
     assert described is not None
     scaled = scale(profile, described.work, work_of(spec, "bfloat16"))
     linear_s = scale(profile, described.work, plain).linear_s_per_token
-    assert scaled.received_s_per_token / linear_s == pytest.approx(4 / 3 * products / plain.computed)
+    assert scaled.received_s_per_token / linear_s == pytest.approx(
+        4 / 3 * products / plain.computed
+    )
 
 
 def test_heads_of_models_with_latents_are_not_swapped(tmp_path: Path) -> None:
     build_model("deepseek_v3", "eager").save_pretrained(tmp_path)
     source = f"model.from_pretrained={tmp_path}"
-    with pytest.raises(ConfigError, match=r"split documents of this model send latents.*\n.*set it to 1"):
+    with pytest.raises(
+        ConfigError, match=r"split documents of this model send latents.*\n.*set it to 1"
+    ):
         load(None, [source, "context.ulysses_degree=2"], world_size=2)
 
 
@@ -305,7 +375,9 @@ def test_heads_of_models_with_latents_are_not_swapped(tmp_path: Path) -> None:
 def test_blocks_compile_once_for_all_layers(tmp_path: Path) -> None:
     """And once more for the first layer, whose number 0 is a constant for torch."""
     torch._dynamo.reset()
-    build_model("deepseek_v3", "eager", num_hidden_layers=4, first_k_dense_replace=4).save_pretrained(tmp_path)
+    build_model(
+        "deepseek_v3", "eager", num_hidden_layers=4, first_k_dense_replace=4
+    ).save_pretrained(tmp_path)
     model = load(None, [*SETTINGS, f"model.from_pretrained={tmp_path}"]).model_source().build()
     model.finish(torch.device("cpu"), torch.float32)
     counter = CompileCounterWithBackend("aot_eager")
@@ -314,8 +386,12 @@ def test_blocks_compile_once_for_all_layers(tmp_path: Path) -> None:
     breaks.clear()
     for length in (40, 30, 77):
 
-        def make(scale: float | None, softcap: float, window: int | None, length: int = length) -> RingAttention:
-            attention = RingAttention(Layout.of((Placement(0, 0, 1),), (length,), 0, 0), scale=scale)
+        def make(
+            scale: float | None, softcap: float, window: int | None, length: int = length
+        ) -> RingAttention:
+            attention = RingAttention(
+                Layout.of((Placement(0, 0, 1),), (length,), 0, 0), scale=scale
+            )
             attention.exchanges = True  # as in a split document
             return attention
 

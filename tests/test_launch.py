@@ -16,7 +16,11 @@ from tests.training_cases import SMALL, make_store
 
 
 def run_script(
-    script: list[str], folder: Path, stubs: dict[str, str], environment: dict[str, str], timeout_s: float = 60
+    script: list[str],
+    folder: Path,
+    stubs: dict[str, str],
+    environment: dict[str, str],
+    timeout_s: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script with some commands replaced by scripts of our own."""
     (folder / "bin").mkdir(exist_ok=True)
@@ -24,7 +28,9 @@ def run_script(
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
     variables = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **environment}
-    return subprocess.run(script, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(
+        script, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s
+    )
 
 
 SLURM = {
@@ -36,7 +42,8 @@ SLURM = {
 }
 NODES = 'test "$1 $2 $3" = "show hostnames node[1-2]" && echo {}'
 ARGUMENTS = (
-    "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id {id} --rdzv-endpoint {endpoint} --rdzv-conf {conf} "
+    "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id {id} --rdzv-endpoint {endpoint} "
+    "--rdzv-conf {conf} "
     "--max-restarts 0 -m longctx train run.yaml {own}--train.run_dir {run_dir} --resume-if-any"
 )
 
@@ -46,52 +53,83 @@ def test_slurm_calls_torchrun(repository: Path, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     stubs = {
         "scontrol": NODES.format("node1; echo node2"),
-        "srun": 'test "$1 $2 $3 $4" = "--kill-on-bad-exit=1 --cpus-per-task 24 torchrun" && echo "${@:5}"; '
+        "srun": 'test "$1 $2 $3 $4" = "--kill-on-bad-exit=1 --cpus-per-task 24 torchrun" && echo '
+        '"${@:5}"; '
         'echo "$OMP_NUM_THREADS threads, $TORCH_ELASTIC_SHUTDOWN_TIMEOUT s" >&2',
     }
     called = run_script(["bash", script, "run.yaml", "--train.steps", "3"], tmp_path, stubs, SLURM)
-    own = {"id": "123456", "endpoint": "node1:23456", "conf": "join_timeout=1800,read_timeout=1800", "own": "--train.steps 3 "}
+    own = {
+        "id": "123456",
+        "endpoint": "node1:23456",
+        "conf": "join_timeout=1800,read_timeout=1800",
+        "own": "--train.steps 3 ",
+    }
     wanted = ARGUMENTS.format(**own, run_dir="runs/123456")
     assert called.stdout.strip() == wanted, called.stderr
     for given, threads in (({"SLURM_GPUS_ON_NODE": "8"}, 3), ({"OMP_NUM_THREADS": "7"}, 7)):
         variables = {"OMP_NUM_THREADS": "", **SLURM, **given}
-        assert f"{threads} threads, 300 s" in run_script(["bash", script, "run.yaml"], tmp_path, stubs, variables).stderr
+        assert (
+            f"{threads} threads, 300 s"
+            in run_script(["bash", script, "run.yaml"], tmp_path, stubs, variables).stderr
+        )
     assert run_script(["bash", script], tmp_path, stubs, SLURM).returncode == 2
 
 
 def test_slurm_tells_of_a_failure(repository: Path, tmp_path: Path) -> None:
     stubs = {"scontrol": NODES.format("node1"), "srun": "exit 7"}
-    assert run_script(["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"], tmp_path, stubs, SLURM).returncode == 7
+    assert (
+        run_script(
+            ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"], tmp_path, stubs, SLURM
+        ).returncode
+        == 7
+    )
 
 
 def test_kubernetes_calls_torchrun(repository: Path, tmp_path: Path) -> None:
     service, job = yaml.safe_load_all((repository / "examples" / "kubernetes.yaml").read_text())
     template = job["spec"]["template"]["spec"]
     container = template["containers"][0]
-    environment: dict[str, Any] = {variable["name"]: variable["value"] for variable in container["env"]}
+    environment: dict[str, Any] = {
+        variable["name"]: variable["value"] for variable in container["env"]
+    }
     name = job["metadata"]["name"]
     assert job["spec"]["completionMode"] == "Indexed" and template["restartPolicy"] == "Never"
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(environment["NODES"])
     resources = container["resources"]
     assert resources["limits"]["nvidia.com/gpu"] == int(environment["GPUS"])
-    assert int(resources["requests"]["cpu"]) == int(environment["GPUS"]) * int(environment["OMP_NUM_THREADS"])
-    assert template["terminationGracePeriodSeconds"] > int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert int(resources["requests"]["cpu"]) == int(environment["GPUS"]) * int(
+        environment["OMP_NUM_THREADS"]
+    )
+    assert template["terminationGracePeriodSeconds"] > int(
+        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    )
     assert any(name.startswith("rdma/") for name in resources["limits"])
     assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
-    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {
+        "job-name": name
+    }
     assert template["subdomain"] == service["metadata"]["name"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in template["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in template["volumes"]
+    }
     environment |= {"NODES": "2", "GPUS": "1", "RUN_DIR": str(tmp_path / "run")}
     command = [*container["command"], *container["args"]]
     for index in (0, 1):
-        called = run_script(command, tmp_path, {"torchrun": 'echo "$@"'}, {**environment, "JOB_COMPLETION_INDEX": str(index)})
+        called = run_script(
+            command,
+            tmp_path,
+            {"torchrun": 'echo "$@"'},
+            {**environment, "JOB_COMPLETION_INDEX": str(index)},
+        )
         own = {
             "id": name,
             "endpoint": f"{name}-0.{template['subdomain']}:{service['spec']['ports'][0]['port']}",
             "conf": f"is_host={int(index == 0)},join_timeout=1800,read_timeout=1800",
             "own": "",
         }
-        assert called.stdout.strip() == ARGUMENTS.format(**own, run_dir=tmp_path / "run"), called.stderr
+        assert called.stdout.strip() == ARGUMENTS.format(**own, run_dir=tmp_path / "run"), (
+            called.stderr
+        )
 
 
 def test_the_image_is_that_of_the_kubernetes_job(repository: Path) -> None:
@@ -100,8 +138,15 @@ def test_the_image_is_that_of_the_kubernetes_job(repository: Path) -> None:
     _, job = yaml.safe_load_all((repository / "examples" / "kubernetes.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["image"] == image and f"WORKDIR {container['workingDir']}" in lines
-    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = [extra for line in lines for found in re.findall(r"EXTRAS=(\S+)", line) for extra in found.split(",")]
+    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = [
+        extra
+        for line in lines
+        for found in re.findall(r"EXTRAS=(\S+)", line)
+        for extra in found.split(",")
+    ]
     assert len(named) == 5 and set(named) <= set(extras)
 
 
@@ -110,20 +155,39 @@ def test_a_mistake_in_a_process_is_said_without_a_traceback() -> None:
     command = [sys.executable, "-m", "longctx", "train", "nowhere.yaml", "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
-    assert done.stderr.count("configuration file nowhere.yaml not found") == 1 and "Traceback" not in done.stderr
+    assert (
+        done.stderr.count("configuration file nowhere.yaml not found") == 1
+        and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_command_starts_its_processes(tmp_path: Path) -> None:
     """`train --processes 2` is a run on two ranks, which prints each line once."""
     run = tmp_path / "run"
-    settings = [*SMALL, f"data.store={make_store(tmp_path)}", f"train.run_dir={run}", "train.steps=1", "checkpoint.every=null"]
-    command = [sys.executable, "-m", "longctx", "train", *(f"--{setting}" for setting in settings), "--processes", "2"]
+    settings = [
+        *SMALL,
+        f"data.store={make_store(tmp_path)}",
+        f"train.run_dir={run}",
+        "train.steps=1",
+        "checkpoint.every=null",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "longctx",
+        "train",
+        *(f"--{setting}" for setting in settings),
+        "--processes",
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "optimizer.warmup_steps 2 is shortened to train.steps 1" in done.stderr
     assert done.stdout.count("on 2 ranks (cpu, float32, attention by cpu)") == 1
-    assert (run / "config.yaml").read_text().startswith("# 2 ranks: cpu, float32, attention by cpu\n")
+    assert (
+        (run / "config.yaml").read_text().startswith("# 2 ranks: cpu, float32, attention by cpu\n")
+    )
     assert done.stdout.count("step 1 loss") == 1
 
 
@@ -136,10 +200,15 @@ def test_another_package_of_the_name_in_the_working_folder_is_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["train", "run.yaml", "--processes", "2"]) == 2
     said = capsys.readouterr().err
-    assert f"would import another longctx, {tmp_path / 'longctx'}" in said and "start the command in another folder" in said
+    assert (
+        f"would import another longctx, {tmp_path / 'longctx'}" in said
+        and "start the command in another folder" in said
+    )
 
 
-def test_a_process_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_of_torchrun_starts_no_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert main(["train", "nowhere.yaml", "--processes", "2"]) == 2

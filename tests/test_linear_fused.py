@@ -1,4 +1,5 @@
-"""Kernels of `flash-linear-attention` in place of our scan: on a GPU, and by loops over tokens with their signature."""
+"""Kernels of `flash-linear-attention` in place of our scan: on a GPU, and by loops over tokens with
+their signature."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,8 +17,14 @@ from tests.workers import Workers
 
 RULES = ("delta", "kimi")
 CASES = {
-    "whole": Case(1, (70, 1, 9), (Placement(0, 0, 1), Placement(1, 0, 1), Placement(2, 0, 1)), padding=2),
-    "split": Case(3, (90, 20, 1, 7), (Placement(0, 0, 3), Placement(1, 0, 2, True), Placement(2, 2, 1), Placement(3, 1, 2))),
+    "whole": Case(
+        1, (70, 1, 9), (Placement(0, 0, 1), Placement(1, 0, 1), Placement(2, 0, 1)), padding=2
+    ),
+    "split": Case(
+        3,
+        (90, 20, 1, 7),
+        (Placement(0, 0, 3), Placement(1, 0, 2, True), Placement(2, 2, 1), Placement(3, 1, 2)),
+    ),
 }
 
 
@@ -33,15 +40,40 @@ def looping(
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunk_gated_delta_rule` and `chunk_kda`, with the arguments that `fused` gives, whose shapes it checks."""
+    """As `chunk_gated_delta_rule` and `chunk_kda`, with the arguments that `fused` gives, whose
+    shapes it checks."""
     heads, k_dim = k.shape[2:]
-    assert len(q) == 1 and scale is not None and output_final_state and cu_seqlens is not None and cu_seqlens_cpu is not None
-    assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist() and cu_seqlens[-1] == q.shape[1] == v.shape[1] == beta.shape[1]
-    assert g.shape == (k.shape if g.dim() == 4 else k.shape[:3]) and beta.shape == k.shape[:3] and q.dtype == k.dtype == v.dtype
-    assert initial_state is None or initial_state.shape == (len(cu_seqlens) - 1, heads, k_dim, v.shape[-1])
+    assert (
+        len(q) == 1
+        and scale is not None
+        and output_final_state
+        and cu_seqlens is not None
+        and cu_seqlens_cpu is not None
+    )
+    assert (
+        cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        and cu_seqlens[-1] == q.shape[1] == v.shape[1] == beta.shape[1]
+    )
+    assert (
+        g.shape == (k.shape if g.dim() == 4 else k.shape[:3])
+        and beta.shape == k.shape[:3]
+        and q.dtype == k.dtype == v.dtype
+    )
+    assert initial_state is None or initial_state.shape == (
+        len(cu_seqlens) - 1,
+        heads,
+        k_dim,
+        v.shape[-1],
+    )
     outs, ends = [], []
-    for segment, (start, stop) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
-        state = v.new_zeros(heads, k_dim, v.shape[-1]) if initial_state is None else initial_state[segment]
+    for segment, (start, stop) in enumerate(
+        zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+    ):
+        state = (
+            v.new_zeros(heads, k_dim, v.shape[-1])
+            if initial_state is None
+            else initial_state[segment]
+        )
         for t in range(start, stop):
             state = state * g[0, t].exp().reshape(heads, -1, 1)
             new = beta[0, t][:, None] * (v[0, t] - torch.einsum("hkv,hk->hv", state, k[0, t]))
@@ -52,23 +84,30 @@ def looping(
 
 
 def run_fused(case: Case, rule: str, dtype: torch.dtype, calls: int) -> list[torch.Tensor]:
-    """Runs on each rank, as `run_linear`; `calls` of the kernel for the rule, and none of the other."""
+    """Runs on each rank, as `run_linear`; `calls` of the kernel for the rule, and none of the
+    other."""
     kernels = [mock.Mock(side_effect=looping), mock.Mock(side_effect=looping)]
     with (
         mock.patch.object(fused, "kernels", return_value=tuple(kernels)),
         mock.patch.object(scan, "dtype_of", return_value=dtype),
     ):
         found = run_linear(case, 3, rule, dtype)
-    assert [kernel.call_count for kernel in kernels] == ([calls, 0] if rule == "delta" else [0, calls])
+    assert [kernel.call_count for kernel in kernels] == (
+        [calls, 0] if rule == "delta" else [0, calls]
+    )
     return found
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", CASES)
 def test_documents_equal_a_loop_over_tokens(workers: Workers, name: str, rule: str) -> None:
-    """Forward and gradients; ranks call a kernel for segments that begin a document, and for all others."""
+    """Forward and gradients; ranks call a kernel for segments that begin a document, and for all
+    others."""
     case = CASES[name]
-    found = gather(case, workers.run(run_fused, case.ranks, case, rule, torch.float64, 1 if name == "whole" else 2))
+    found = gather(
+        case,
+        workers.run(run_fused, case.ranks, case, rule, torch.float64, 1 if name == "whole" else 2),
+    )
     expected = token_by_token(case, 3, rule)
     for key in NAMES:
         assert (found[key] - expected[key]).norm() <= 1e-10 * expected[key].norm()
@@ -80,7 +119,9 @@ def test_kernels_run_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
 
     beta: Any = object()
     monkeypatch.setattr(fused, "kernels", lambda: (looping, looping))
-    assert fused.dtype_of(given(), 128, beta) == torch.bfloat16 and fused.dtype_of(given(dtype=torch.float16), 256, beta)
+    assert fused.dtype_of(given(), 128, beta) == torch.bfloat16 and fused.dtype_of(
+        given(dtype=torch.float16), 256, beta
+    )
     ours: list[tuple[Any, int, Any]] = [
         (given("cpu"), 128, beta),
         (given("meta"), 128, beta),
@@ -109,7 +150,9 @@ def test_kernels_equal_our_scan(rule: str, initial: bool) -> None:
     q, k, v = draw(dim) / dim**0.5, torch.nn.functional.normalize(draw(dim), dim=-1), draw(dim)
     decay = -draw(dim if rule == "kimi" else 1).exp() / 8
     tensors = [x.bfloat16().float().requires_grad_() for x in (q, k, v, decay, draw().sigmoid())]
-    rows = [range(start, start + length) for start, length in zip((0, 1000, 1001), lengths, strict=True)]
+    rows = [
+        range(start, start + length) for start, length in zip((0, 1000, 1001), lengths, strict=True)
+    ]
     segments: Any = [SimpleNamespace(rows=each) for each in rows]
     group = scan.Group.of(segments, "cuda")
     assert group is not None

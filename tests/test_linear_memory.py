@@ -23,7 +23,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
         "mlp_only_layers": [0, 1],
     },
-    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 32, "mlp_layer_types": ["dense", "dense"]},
+    "kimi_linear": {
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+        "mlp_layer_types": ["dense", "dense"],
+    },
     "mamba2": {"num_heads": 8, "head_dim": 32},
 }
 QUICK = (("qwen3_next", "full"), ("kimi_linear", "none"))
@@ -35,7 +39,10 @@ CASES = [(kind, recompute) for kind in SIZES for recompute in ("none", "selectiv
 def test_the_estimate_is_within_6_percent_of_the_allocators_peak(
     workers: Workers, tmp_path: Path, kind: str, recompute: str
 ) -> None:
-    store, checkpoint = make_store(tmp_path), make_checkpoint(tmp_path / "checkpoint", kind, **COMMON, **SIZES[kind])
+    store, checkpoint = (
+        make_store(tmp_path),
+        make_checkpoint(tmp_path / "checkpoint", kind, **COMMON, **SIZES[kind]),
+    )
     none = [f"{each.partition('=')[0]}=null" for each in SMALL if each.startswith("model.")]
     sizes = ["batch.tokens_per_rank=2048", "batch.global_tokens=4096", "data.max_length=2048"]
     given = [*none, *sizes, f"model.from_pretrained={checkpoint}", f"train.recompute={recompute}"]
@@ -45,11 +52,15 @@ def test_the_estimate_is_within_6_percent_of_the_allocators_peak(
 
 
 class Exponential(nn.Linear):
-    """Keeps its output for backward, which needs the gradients of output, product and input beside it."""
+    """Keeps its output for backward, which needs the gradients of output, product and input beside
+    it."""
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         return (self.weight * x).exp()
 
 
 def test_what_a_layer_keeps_and_needs_in_backward_is_counted() -> None:
-    assert linear_costs(Exponential(1, 1).requires_grad_(False), Exponential, 8)[:2] == (8 * 4, 3 * 8 * 4)
+    assert linear_costs(Exponential(1, 1).requires_grad_(False), Exponential, 8)[:2] == (
+        8 * 4,
+        3 * 8 * 4,
+    )

@@ -1,4 +1,5 @@
-"""The scan of affine maps equals a loop over maps, forward and gradients, in a number of steps that grows with a logarithm."""
+"""The scan of affine maps equals a loop over maps, forward and gradients, in a number of steps that
+grows with a logarithm."""
 
 from typing import Any
 
@@ -14,8 +15,11 @@ from tests.marks import examples
 K_DIM, V_DIM, ROWS, HEADS = 3, 2, 4, 2
 
 
-def draw_maps(maps: int, segments: int, *, factors: bool, channels: bool, wide: bool, seed: int) -> list[torch.Tensor | None]:
-    """Returns the five tensors of maps, and initial states, which have more columns than the maps if `wide`."""
+def draw_maps(
+    maps: int, segments: int, *, factors: bool, channels: bool, wide: bool, seed: int
+) -> list[torch.Tensor | None]:
+    """Returns the five tensors of maps, and initial states, which have more columns than the maps
+    if `wide`."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -25,7 +29,14 @@ def draw_maps(maps: int, segments: int, *, factors: bool, channels: bool, wide: 
     initial = draw(segments, HEADS, K_DIM, V_DIM + (K_DIM if wide else 0))
     if not factors:
         return [move, draw(maps, HEADS, K_DIM, V_DIM), None, None, None, initial]
-    return [move, None, draw(maps, HEADS, ROWS, K_DIM), draw(maps, HEADS, ROWS, K_DIM), draw(maps, HEADS, ROWS, V_DIM), initial]
+    return [
+        move,
+        None,
+        draw(maps, HEADS, ROWS, K_DIM),
+        draw(maps, HEADS, ROWS, K_DIM),
+        draw(maps, HEADS, ROWS, V_DIM),
+        initial,
+    ]
 
 
 def one_by_one(counts: list[int], tensors: list[Any]) -> list[torch.Tensor]:
@@ -56,8 +67,12 @@ def one_by_one(counts: list[int], tensors: list[Any]) -> list[torch.Tensor]:
     wide=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_any_lanes_equal_a_loop(counts: list[int], size: int, factors: bool, channels: bool, wide: bool, seed: int) -> None:
-    tensors = draw_maps(sum(counts), len(counts), factors=factors, channels=channels, wide=wide, seed=seed)
+def test_any_lanes_equal_a_loop(
+    counts: list[int], size: int, factors: bool, channels: bool, wide: bool, seed: int
+) -> None:
+    tensors = draw_maps(
+        sum(counts), len(counts), factors=factors, channels=channels, wide=wide, seed=seed
+    )
     *maps, initial = tensors
     assert initial is not None
     found = [x for x in scan(Maps(*maps), initial, Lanes.of(counts, "cpu", size)) if x is not None]  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The work of linear attention: that which torch counts in the layers, in estimates, plans and the utilisation."""
+"""The work of linear attention: that which torch counts in the layers, in estimates, plans and the
+utilisation."""
 
 import sys
 from dataclasses import replace
@@ -34,8 +35,16 @@ SOLVING = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
 
 def without_products(spec: ModelSpec) -> ModelSpec:
     """Returns the sizes of a model whose scans take no time."""
-    scans = [None if each.scan is None else replace(each.scan, flops=NO_FLOPS, split_flops=NO_FLOPS) for each in spec.layers]
-    return replace(spec, layers=tuple(replace(each, scan=scan) for each, scan in zip(spec.layers, scans, strict=True)))
+    scans = [
+        None if each.scan is None else replace(each.scan, flops=NO_FLOPS, split_flops=NO_FLOPS)
+        for each in spec.layers
+    ]
+    return replace(
+        spec,
+        layers=tuple(
+            replace(each, scan=scan) for each, scan in zip(spec.layers, scans, strict=True)
+        ),
+    )
 
 
 def spec_and_layer(kind: str) -> tuple[ModelSpec, int, Any]:
@@ -55,13 +64,15 @@ def heads_of(layer: Any) -> tuple[int, int, int]:
 
 
 def by_hand(layer: Any) -> tuple[float, float, float]:
-    """Returns the operations per token of a scan of 16 lanes: forward, and how many more in later segments, both passes."""
+    """Returns the operations per token of a scan of 16 lanes: forward, and how many more in later
+    segments, both passes."""
     heads, k, v = heads_of(layer)
     if hasattr(layer, "ssm_state_size"):
         scores, added, out = 2 * CHUNK * k, 2 * k * v, 2 * (k + CHUNK) * v
         reached = 2 * k * v
         return heads * (scores + added + out), heads * reached, heads * 2 * reached
-    # Keys against keys and queries; by channel, blocks of 1, 2, .. 32 tokens only against the block before.
+    # Keys against keys and queries; by channel, blocks of 1, 2, .. 32 tokens only against the block
+    # before.
     between = 2 * 2 * (CHUNK if not hasattr(layer, "forget_gate") else (CHUNK - 1) / 2) * k
     solved, through, out = CHUNK * (k + v), 4 * k * v, 2 * (k + CHUNK) * v
     carried = (LANE - 1) / LANE  # of the lanes, which are combined, and their maps again
@@ -85,30 +96,41 @@ def test_a_scan_takes_the_operations_that_follow_from_its_sizes(kind: str) -> No
 def scanned(counter: FlopCounterMode) -> int:
     """Returns the operations of products of batches and of triangular systems."""
     return sum(
-        count for name, count in counter.get_flop_counts()["Global"].items() if "bmm" in str(name) or "solve" in str(name)
+        count
+        for name, count in counter.get_flop_counts()["Global"].items()
+        if "bmm" in str(name) or "solve" in str(name)
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_counts_as_many_operations_in_the_layer(kind: str) -> None:
-    """In forward and backward, with gradients of all weights. Elementwise operations are left out, and convolutions,
-    which torch counts without regard to groups in backward; their weights count as matrices."""
+    """In forward and backward, with gradients of all weights. Elementwise operations are left out,
+    and convolutions, which torch counts without regard to groups in backward; their weights count
+    as matrices."""
     spec, number, layer = spec_and_layer(kind)
     tokens = TOKENS // 2
     replace_functions(sys.modules[type(layer).__module__])
-    layer, x = layer.to("meta"), torch.empty(1, tokens, spec.hidden_size, requires_grad=True, device="meta")
-    given = {ARGUMENT: LayerRecurrence(Recurrence(Layout.of([Placement(0, 0, 1)], [tokens], 0, 0)), None)}
+    layer, x = (
+        layer.to("meta"),
+        torch.empty(1, tokens, spec.hidden_size, requires_grad=True, device="meta"),
+    )
+    given = {
+        ARGUMENT: LayerRecurrence(Recurrence(Layout.of([Placement(0, 0, 1)], [tokens], 0, 0)), None)
+    }
     with FlopCounterMode(display=False, custom_mapping=SOLVING) as counter:
         layer.forward(x, **given).sum().backward()
     weights = sum(each.numel() for each in layer.parameters() if each.dim() == 2)
     counts = counter.get_flop_counts()["Global"]
     found = sum(count for name, count in counts.items() if "convolution" not in str(name))
-    assert found == pytest.approx(tokens * (6 * weights + sum(spec.layers[number].scan.flops)), rel=0.03)
+    assert found == pytest.approx(
+        tokens * (6 * weights + sum(spec.layers[number].scan.flops)), rel=0.03
+    )
     assert sum(spec.layers[number].scan.flops) > 0.1 * 6 * weights
 
 
 def test_recomputation_repeats_the_forward_where_estimates_say_so() -> None:
-    """Modes selective and full do. The others keep its products, and repeat triangular systems alone."""
+    """Modes selective and full do. The others keep its products, and repeat triangular systems
+    alone."""
     _, _, layer = spec_and_layer("qwen3_next")
     layer = layer.to("meta")
     replace_functions(sys.modules[type(layer).__module__])
@@ -116,7 +138,11 @@ def test_recomputation_repeats_the_forward_where_estimates_say_so() -> None:
     for mode in ("none", "norms", "mlp", "selective", "full"):
         run = layer.forward if mode == "none" else _recomputed(layer.forward, mode)
         x = torch.empty(1, CHUNK, layer.hidden_size, requires_grad=True, device="meta")
-        given = {ARGUMENT: LayerRecurrence(Recurrence(Layout.of([Placement(0, 0, 1)], [CHUNK], 0, 0)), None)}
+        given = {
+            ARGUMENT: LayerRecurrence(
+                Recurrence(Layout.of([Placement(0, 0, 1)], [CHUNK], 0, 0)), None
+            )
+        }
         with FlopCounterMode(display=False, custom_mapping=SOLVING) as first:
             out = run(x, **given)
         with FlopCounterMode(display=False, custom_mapping=SOLVING) as second:
@@ -136,10 +162,17 @@ def test_estimates_and_the_utilisation_count_the_scans() -> None:
     for recompute, again in (("none", 0), ("norms", 0), ("selective", 1), ("full", 1)):
         for dtype, slower in FLOAT32.items():
             works = [work_of(each, dtype, recompute=recompute) for each in (spec, plain)]
-            assert 6 * (works[0].computed - works[1].computed) == pytest.approx(slower * (sum(scan) + again * scan.forward))
-            assert 6 * works[0].split == pytest.approx(slower * (sum(split) + again * split.forward))
-    fast, slow = (work_of(spec, dtype, fused=dtype == "bfloat16") for dtype in ("bfloat16", "float32"))
-    assert (fast.computed, fast.split) == (slow.computed, slow.split)  # kernels scan in the dtype of the matrices
+            assert 6 * (works[0].computed - works[1].computed) == pytest.approx(
+                slower * (sum(scan) + again * scan.forward)
+            )
+            assert 6 * works[0].split == pytest.approx(
+                slower * (sum(split) + again * split.forward)
+            )
+    fast, slow = (
+        work_of(spec, dtype, fused=dtype == "bfloat16") for dtype in ("bfloat16", "float32")
+    )
+    # Kernels scan in the dtype of the matrices.
+    assert (fast.computed, fast.split) == (slow.computed, slow.split)
     mamba, _, _ = spec_and_layer("mamba2")
     assert work_of(mamba, "bfloat16", fused=True) == work_of(mamba, "bfloat16")
     # Two exchanges in each of two passes instead of three.
@@ -151,20 +184,39 @@ def test_scans_slow_down_plans_and_more_so_split_documents() -> None:
     profile = HardwareProfile.load("h100-nvlink-ib")
     spec, _, _ = spec_and_layer("qwen3_next")
     plain = without_products(spec)
-    with_scans, without = (scale(profile, work_of(plain, "float32"), work_of(each, "float32")) for each in (spec, plain))
+    with_scans, without = (
+        scale(profile, work_of(plain, "float32"), work_of(each, "float32"))
+        for each in (spec, plain)
+    )
     work = work_of(spec, "float32")
-    assert with_scans.linear_s_per_token / profile.linear_s_per_token == work.computed / work_of(plain, "float32").computed > 1
-    assert with_scans.split_s_per_token / with_scans.linear_s_per_token == pytest.approx(work.split / work.computed)
+    assert (
+        with_scans.linear_s_per_token / profile.linear_s_per_token
+        == work.computed / work_of(plain, "float32").computed
+        > 1
+    )
+    assert with_scans.split_s_per_token / with_scans.linear_s_per_token == pytest.approx(
+        work.split / work.computed
+    )
     request: dict[str, Any] = {"ranks": 4, "tokens_per_rank": 4000}
     plans = [make_plan([8000, 300], profile=each, **request) for each in (with_scans, without)]
-    assert plans[0].makespan_s > plans[1].makespan_s and plans[0].lower_bound_s > plans[1].lower_bound_s
+    assert (
+        plans[0].makespan_s > plans[1].makespan_s
+        and plans[0].lower_bound_s > plans[1].lower_bound_s
+    )
 
 
-def test_a_run_on_gpus_counts_scans_by_the_kernels_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_gpus_counts_scans_by_the_kernels_that_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build("qwen3_next", "eager").save_pretrained(tmp_path)
     config = load(
         None,
-        [*SETTINGS, f"model.from_pretrained={tmp_path}", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"],
+        [
+            *SETTINGS,
+            f"model.from_pretrained={tmp_path}",
+            "train.dtype=bfloat16",
+            "context.profile=h100-nvlink-ib",
+        ],
         world_size=2,
     )
     monkeypatch.setattr(run_profile_module, "choose_device", lambda *_: torch.device("cuda"))
@@ -172,5 +224,7 @@ def test_a_run_on_gpus_counts_scans_by_the_kernels_that_are_installed(tmp_path: 
     for kernels in (None, ()):
         monkeypatch.setattr(fused, "kernels", lambda kernels=kernels: kernels)
         found.append(run_profile_module.run_profile(config, 2).profile)
-    assert found[0].split_s_per_token == pytest.approx(FLOAT32["bfloat16"] * found[1].split_s_per_token)
+    assert found[0].split_s_per_token == pytest.approx(
+        FLOAT32["bfloat16"] * found[1].split_s_per_token
+    )
     assert found[0].linear_s_per_token > found[1].linear_s_per_token

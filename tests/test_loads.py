@@ -36,14 +36,20 @@ class Rows(NamedTuple):
 KV_HEADS = 2
 
 
-def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_node: int | None) -> Rows:
+def scheduled(
+    plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_node: int | None
+) -> Rows:
     """Returns the rows that this rank's attention really exchanges."""
     layout = plan.layout(micro_batch, rank)
-    with mock.patch("longctx.attention.inputs.CheckedAttention.__init__", return_value=None):  # there is no process group here
+    # There is no process group here.
+    with mock.patch("longctx.attention.inputs.CheckedAttention.__init__", return_value=None):
         attention = packed_attention(layout, ulysses_degree, ranks_per_node=per_node)
     swapped = 0
     if isinstance(attention, HybridAttention):
-        schedules = [(attention.plain.schedule, 1.0), (attention.wide.schedule, 1 / min(ulysses_degree, KV_HEADS))]
+        schedules = [
+            (attention.plain.schedule, 1.0),
+            (attention.wide.schedule, 1 / min(ulysses_degree, KV_HEADS)),
+        ]
         swapped = 0 if attention.swap is None else len(attention.swap.rows)
     else:
         schedules = [(attention.schedule, 1.0)]
@@ -69,28 +75,62 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_
 )
 @settings(max_examples=examples(30), deadline=None)
 def test_loads_are_those_of_the_schedules(
-    lengths: list[int], ranks: int, per_node: int, ulysses_degree: int, two_levels: bool, rounds: list[int], mode: str
+    lengths: list[int],
+    ranks: int,
+    per_node: int,
+    ulysses_degree: int,
+    two_levels: bool,
+    rounds: list[int],
+    mode: str,
 ) -> None:
     """With any number of rounds of every document."""
     profile = replace(H100, ranks_per_node=per_node)
     plan = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=profile, mode=mode)
-    with_rounds = (tuple(replace(p, rounds=rounds[p.document]) for p in placements) for placements in plan.micro_batches)
+    with_rounds = (
+        tuple(replace(p, rounds=rounds[p.document]) for p in placements)
+        for placements in plan.micro_batches
+    )
     plan = replace(plan, micro_batches=tuple(with_rounds))
-    config = load(None, [f"context.ulysses_degree={ulysses_degree}", f"context.two_level_exchange={str(two_levels).lower()}"])
+    config = load(
+        None,
+        [
+            f"context.ulysses_degree={ulysses_degree}",
+            f"context.two_level_exchange={str(two_levels).lower()}",
+        ],
+    )
     cut = len(lengths) * ranks  # chunks are whole tokens: up to one token of difference per rank
     for micro_batch in range(len(plan.micro_batches)):
         found = list(micro_batch_loads(plan, micro_batch, config))
-        real = [scheduled(plan, micro_batch, rank, ulysses_degree, per_node if two_levels else None) for rank in range(ranks)]
+        real = [
+            scheduled(plan, micro_batch, rank, ulysses_degree, per_node if two_levels else None)
+            for rank in range(ranks)
+        ]
         for mine, rows in zip(found, real, strict=True):
-            assert (mine.tokens, mine.remote, mine.held, mine.fullest, mine.swapped) == pytest.approx(rows[:-1], abs=cut)
-        assert sum(mine.sent for mine in found) == pytest.approx(sum(rows.sent for rows in real), abs=cut * ranks)
+            assert (
+                mine.tokens,
+                mine.remote,
+                mine.held,
+                mine.fullest,
+                mine.swapped,
+            ) == pytest.approx(rows[:-1], abs=cut)
+        assert sum(mine.sent for mine in found) == pytest.approx(
+            sum(rows.sent for rows in real), abs=cut * ranks
+        )
 
 
 def test_two_levels_hold_the_own_node_at_once() -> None:
-    """With a million tokens on 64 ranks in nodes of 8, planned in 63 rounds, the rows of the own node are one more round."""
-    long = ["batch.tokens_per_rank=16384", "context.max_remote_tokens=16384", "context.profile=h100-nvlink-ib"]
+    """With a million tokens on 64 ranks in nodes of 8, planned in 63 rounds, the rows of the own
+    node are one more round."""
+    long = [
+        "batch.tokens_per_rank=16384",
+        "context.max_remote_tokens=16384",
+        "context.profile=h100-nvlink-ib",
+    ]
     held = {
-        value: max(found.held for found in full_loads(load(None, [*long, f"context.two_level_exchange={value}"]), 64))
+        value: max(
+            found.held
+            for found in full_loads(load(None, [*long, f"context.two_level_exchange={value}"]), 64)
+        )
         for value in ("true", "false")
     }
     assert held == {"true": 7 * 16384 + round(2 * 56 * 16384 / 63), "false": 2 * 16384}
@@ -100,7 +140,10 @@ def test_ranks_that_swap_heads_receive_fewer_keys() -> None:
     straight = ["context.profile=h100-nvlink-ib", "context.two_level_exchange=false"]
     wide = ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=4096", *straight]
     swapping, plain = (
-        max(full_loads(load(None, [*wide, f"context.ulysses_degree={value}"]), 64), key=lambda found: found.remote)
+        max(
+            full_loads(load(None, [*wide, f"context.ulysses_degree={value}"]), 64),
+            key=lambda found: found.remote,
+        )
         for value in (8, 1)
     )
     assert (swapping.swapped, plain.swapped) == (swapping.tokens, 0)
@@ -108,7 +151,8 @@ def test_ranks_that_swap_heads_receive_fewer_keys() -> None:
 
 
 def rounds_at_once() -> int:
-    """Returns the number of buffers of received rows that are alive at once in a forward pass of five rounds."""
+    """Returns the number of buffers of received rows that are alive at once in a forward pass of
+    five rounds."""
     case = replace(RING, ranks_per_node=1)
     rank = dist.get_rank()
     Watching.buffers, Watching.most = [], 0

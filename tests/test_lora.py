@@ -1,4 +1,5 @@
-"""LoRA: equal to plain peft and transformers for every split over ranks; contents of checkpoints; loading by peft."""
+"""LoRA: equal to plain peft and transformers for every split over ranks; contents of checkpoints;
+loading by peft."""
 
 import re
 import shutil
@@ -39,7 +40,8 @@ MODES = {
     "auto": ["context.mode=auto", "batch.tokens_per_rank=200"],
     "degree 1": ["context.mode=static", "context.degree=1", "batch.tokens_per_rank=300"],
 }
-"""In the first, a rank holds fewer tokens than the longest document has, so that some documents are split."""
+"""In the first, a rank holds fewer tokens than the longest document has, so that some documents are
+split."""
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +57,27 @@ def test_sizes_count_adapters_once() -> None:
     inject_adapter_in_model(LoraConfig(r=4, target_modules="all-linear"), hf)
     found = with_adapters(spec_of(hf, hf.model.layers), hf.model.layers, hf)
     assert found.parameters == sum(weight.numel() for weight in hf.parameters())
-    assert found.trained_parameters == sum(weight.numel() for weight in hf.parameters() if weight.requires_grad)
-    assert [layer.matrix_parameters for layer in found.layers] == [layer.matrix_parameters for layer in plain.layers]
+    assert found.trained_parameters == sum(
+        weight.numel() for weight in hf.parameters() if weight.requires_grad
+    )
+    assert [layer.matrix_parameters for layer in found.layers] == [
+        layer.matrix_parameters for layer in plain.layers
+    ]
     assert {layer.adapter_width for layer in found.layers} == {7 * 4}
 
 
 def test_other_adapters_or_another_base_are_refused_on_resume(
     workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    settings = settings_of(checkpoints["llama"], *MODES["degree 1"], "train.steps=1", "checkpoint.every=1")
+    settings = settings_of(
+        checkpoints["llama"], *MODES["degree 1"], "train.steps=1", "checkpoint.every=1"
+    )
     workers.run(run_with_checkpoints, 1, shorts, tmp_path / "run", settings)
-    metadata = FileSystemReader(tmp_path / "run" / "checkpoints" / "step-000001").read_metadata().state_dict_metadata
+    metadata = (
+        FileSystemReader(tmp_path / "run" / "checkpoints" / "step-000001")
+        .read_metadata()
+        .state_dict_metadata
+    )
     assert all("lora_" in name for name in metadata if name.startswith("model."))
     other = tmp_path / "other"
     shutil.copytree(checkpoints["llama"], other)
@@ -78,9 +90,15 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
     for change, message in (
         (["lora.rank=8"], "lora.rank is 8, was 4"),
         (["lora.base=int8"], "lora.base is 'int8', was None"),
-        (["lora.target_modules=[q_proj]"], r"lora.target_modules is \['q_proj'\], was 'all-linear'"),
+        (
+            ["lora.target_modules=[q_proj]"],
+            r"lora.target_modules is \['q_proj'\], was 'all-linear'",
+        ),
         (["lora.rank=null", "lora.alpha=null"], "it has LoRA adapters: set lora.rank to 4"),
-        ([f"model.from_pretrained={other}"], f"the weights of {other} differ from those of {checkpoints['llama']}"),
+        (
+            [f"model.from_pretrained={other}"],
+            f"the weights of {other} differ from those of {checkpoints['llama']}",
+        ),
     ):
         said = workers.run(resuming_fails, 1, shorts, tmp_path / "run", [*settings, *change])
         assert re.search(message, said[0]), said[0]
@@ -88,7 +106,10 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
     assert workers.run(resumed, 1, shorts, tmp_path / "run", elsewhere)
     full = [*settings, "lora.rank=null", "lora.alpha=null"]
     workers.run(run_with_checkpoints, 1, shorts, tmp_path / "full", full)
-    assert "it was trained without LoRA" in workers.run(resuming_fails, 1, shorts, tmp_path / "full", settings)[0]
+    assert (
+        "it was trained without LoRA"
+        in workers.run(resuming_fails, 1, shorts, tmp_path / "full", settings)[0]
+    )
 
 
 @pytest.mark.slow
@@ -98,9 +119,13 @@ def test_compiled_blocks_have_no_breaks_and_are_not_compiled_again(
 ) -> None:
     settings = settings_of(checkpoints["llama"], *MODES["degree 1"], f"lora.base={base}")
     plain = workers.run(run, 1, shorts, tmp_path / "plain", settings, 2)[0]["losses"]
-    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, shorts, tmp_path / "compiled", settings, 2)
+    ((losses, graphs, breaks),) = workers.run(
+        run_compiled, 1, shorts, tmp_path / "compiled", settings, 2
+    )
     assert losses == pytest.approx(plain, rel=1e-6)
-    assert (graphs, breaks) == (2, 0), "one for the first block, whose input needs no gradient, and one for all others"
+    assert (graphs, breaks) == (2, 0), (
+        "one for the first block, whose input needs no gradient, and one for all others"
+    )
 
 
 def test_the_frozen_base_is_bfloat16_and_adapters_float32(
@@ -108,7 +133,9 @@ def test_the_frozen_base_is_bfloat16_and_adapters_float32(
 ) -> None:
     settings = settings_of(checkpoints["llama"], *MODES["auto"])
     plain = workers.run(run, 2, shorts, tmp_path / "plain", settings, 2)
-    results = workers.run(run, 2, shorts, tmp_path / "bfloat16", [*settings, "train.dtype=bfloat16"], 2)
+    results = workers.run(
+        run, 2, shorts, tmp_path / "bfloat16", [*settings, "train.dtype=bfloat16"], 2
+    )
     assert gathered_losses(results) == pytest.approx(gathered_losses(plain), rel=0.02)
     for result in results:
         assert result["dtypes"] == ({"torch.bfloat16"}, {"torch.float32"})
@@ -127,14 +154,24 @@ def test_the_frozen_base_is_bfloat16_and_adapters_float32(
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peft_loads_the_adapter_and_merges_the_same(tmp_path: Path, kind: str, targets: str, tied: bool, dtype: str) -> None:
+def test_peft_loads_the_adapter_and_merges_the_same(
+    tmp_path: Path, kind: str, targets: str, tied: bool, dtype: str
+) -> None:
     checkpoint = make_checkpoint(tmp_path, kind, tie_word_embeddings=tied)
-    given = settings_of(checkpoint, f"lora.target_modules={targets}", f"train.dtype={dtype}", "batch.tokens_per_rank=300")
+    given = settings_of(
+        checkpoint,
+        f"lora.target_modules={targets}",
+        f"train.dtype={dtype}",
+        "batch.tokens_per_rank=300",
+    )
     model = load(None, given).model_source().build()
     values = draw(model)
     loaded = loaded_by_peft(tmp_path / "adapter", checkpoint, model, values, dtype)
     ids = torch.arange(20)[None]
-    plain, adapted = base_logits(checkpoint, dtype, ids), loaded(input_ids=ids, use_cache=False).logits
+    plain, adapted = (
+        base_logits(checkpoint, dtype, ids),
+        loaded(input_ids=ids, use_cache=False).logits,
+    )
     assert (plain - adapted).abs().max() > 0.05
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -151,17 +188,26 @@ def test_peft_loads_the_adapter_and_merges_the_same(tmp_path: Path, kind: str, t
 
 
 def base_logits(checkpoint: Path, dtype: str, ids: torch.Tensor) -> torch.Tensor:
-    base = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=getattr(torch, dtype))
+    base = AutoModelForCausalLM.from_pretrained(
+        checkpoint, attn_implementation="eager", dtype=getattr(torch, dtype)
+    )
     logits: torch.Tensor = base(input_ids=ids, use_cache=False).logits
     return logits
 
 
 def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    model = load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300")).model_source().build()
+    model = (
+        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300"))
+        .model_source()
+        .build()
+    )
     values = draw(model)
     missing = "hf.model.layers.0.mlp.up_proj.lora_B.default.weight"
     some = {name: value for name, value in values.items() if name != missing}
-    with pytest.raises(ValueError, match=r"1 of 42 adapter weights are missing: model\.layers\.0\.mlp\.up_proj\.lora_B"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 of 42 adapter weights are missing: model\.layers\.0\.mlp\.up_proj\.lora_B",
+    ):
         write_adapter(tmp_path, model, some)
     with pytest.raises(ValueError, match=f"is given without {missing}"):
         merge(model, some)
@@ -176,44 +222,76 @@ def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path:
             "no layer is called wq: .*the linear layers down_proj, gate_proj, k_proj, o_proj",
         ),
         ("llama", ["lora.target_modules=[q_proj, lm_head]"], "lm_head is the output head"),
-        ("llama", ["lora.target_modules=[embed_tokens]"], "embed_tokens is a Embedding, which is not a linear layer"),
-        ("mixtral", ["lora.target_modules=[experts]"], "experts is a MixtralExperts, which is not a linear layer"),
+        (
+            "llama",
+            ["lora.target_modules=[embed_tokens]"],
+            "embed_tokens is a Embedding, which is not a linear layer",
+        ),
+        (
+            "mixtral",
+            ["lora.target_modules=[experts]"],
+            "experts is a MixtralExperts, which is not a linear layer",
+        ),
         ("llama", ["lora.dropout=0.1"], "would depend on how documents are split: omit it"),
     ],
 )
-def test_what_cannot_be_is_refused(checkpoints: dict[str, Path], kind: str, settings: list[str], message: str) -> None:
+def test_what_cannot_be_is_refused(
+    checkpoints: dict[str, Path], kind: str, settings: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         load(None, settings_of(checkpoints[kind], "batch.tokens_per_rank=300", *settings))
-    assert len(re.findall(message, str(raised.value))) == 1 and "replace that checkpoint" not in str(raised.value)
+    assert len(
+        re.findall(message, str(raised.value))
+    ) == 1 and "replace that checkpoint" not in str(raised.value)
 
 
-def test_without_peft_the_settings_are_refused(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_settings_are_refused(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="this setting needs peft, which is not installed"):
-        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.rank=7"))  # of no other test
+        # Of no other test.
+        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.rank=7"))
 
 
 def test_peft_takes_some_names_for_experts(tmp_path: Path) -> None:
-    """Deepseek's first block is dense: its gate_proj is a linear layer, which peft 0.21 looks for among the experts."""
+    """Deepseek's first block is dense: its gate_proj is a linear layer, which peft 0.21 looks for
+    among the experts."""
     checkpoint = make_checkpoint(tmp_path, "deepseek_v3")
     linear = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     with torch.device("meta"):
-        model = load(None, settings_of(checkpoint, "batch.tokens_per_rank=300")).model_source().build()
+        model = (
+            load(None, settings_of(checkpoint, "batch.tokens_per_rank=300")).model_source().build()
+        )
     assert {name.rpartition(".")[2] for name in model.adapted} >= linear
-    trained = {name.rpartition(".lora_")[0] for name, weight in model.named_parameters() if weight.requires_grad}
+    trained = {
+        name.rpartition(".lora_")[0]
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
     assert trained == {f"hf.{name}" for name in model.adapted}
 
 
 def test_the_first_line_counts_what_is_trained(
     shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*SMALL, *settings_of(checkpoints["mixtral"], *MODES["degree 1"]), f"data.store={shorts}"]
-    given = [f"--{setting}" for setting in [*settings, f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]]
+    settings = [
+        *SMALL,
+        *settings_of(checkpoints["mixtral"], *MODES["degree 1"]),
+        f"data.store={shorts}",
+    ]
+    given = [
+        f"--{setting}"
+        for setting in [*settings, f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]
+    ]
     assert main(["train", *given]) == 0
     model = AutoModelForCausalLM.from_pretrained(checkpoints["mixtral"])
     trained = 3 * 4 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32)
     everything = trained + sum(weight.numel() for weight in model.parameters())
-    assert f"{trained:,} of {everything:,} parameters trained (LoRA of rank 4)" in capsys.readouterr().out
+    assert (
+        f"{trained:,} of {everything:,} parameters trained (LoRA of rank 4)"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,24 +306,34 @@ def test_the_first_line_counts_what_is_trained(
 def test_the_memory_estimate_is_within_10_percent(
     workers: Workers, store: Path, tmp_path: Path, ranks: int, others: list[str]
 ) -> None:
-    """Frozen weights are counted without gradients and optimizer state, which would be three quarters of the total."""
+    """Frozen weights are counted without gradients and optimizer state, which would be three
+    quarters of the total."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
     checkpoint = make_checkpoint(tmp_path / "larger", "llama", **sizes)
-    given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
+    given = settings_of(
+        checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others
+    )
     given.append("data.max_length=2048")
     measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)
     assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
 
 
-def test_operations_of_frozen_weights_are_counted_without_their_gradients(checkpoints: dict[str, Path]) -> None:
+def test_operations_of_frozen_weights_are_counted_without_their_gradients(
+    checkpoints: dict[str, Path],
+) -> None:
     sources = [
-        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", *others)).model_source()
+        load(
+            None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", *others)
+        ).model_source()
         for others in ([], ["lora.rank=null", "lora.alpha=null"])
     ]
     adapted, full = (source.spec for source in sources)
     assert adapted.trained_parameters == adapted.parameters - full.parameters > 0
     assert full.trained_parameters == full.parameters
-    of_adapters, of_matrices = 6 * 100 * adapted.trained_parameters, 2 * 100 * full.multiplied_parameters
+    of_adapters, of_matrices = (
+        6 * 100 * adapted.trained_parameters,
+        2 * 100 * full.multiplied_parameters,
+    )
     assert model_flops(adapted, [100]) == model_flops(full, [100]) + of_adapters - of_matrices
     works = [work_of(spec, "float32") for spec in (adapted, full)]
     assert works[0].computed == pytest.approx(2 / 3 * works[1].computed)
@@ -259,6 +347,8 @@ def test_operations_of_frozen_weights_are_counted_without_their_gradients(checkp
         (["lora.rank=null"], 3e-4),
     ],
 )
-def test_adapters_have_a_learning_rate_of_their_own(checkpoints: dict[str, Path], more: list[str], rate: float) -> None:
+def test_adapters_have_a_learning_rate_of_their_own(
+    checkpoints: dict[str, Path], more: list[str], rate: float
+) -> None:
     config = load(None, [f"model.from_pretrained={checkpoints['llama']}", "lora.rank=4", *more])
     assert config.optimizer.learning_rate == rate

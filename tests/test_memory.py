@@ -1,4 +1,5 @@
-"""Compares the memory model with the allocator; checks its choices, and that runs that cannot fit are refused."""
+"""Compares the memory model with the allocator; checks its choices, and that runs that cannot fit
+are refused."""
 
 import itertools
 import json
@@ -35,18 +36,37 @@ from tests.training_cases import SMALL
 from tests.whole_size import Live
 from tests.workers import Workers
 
-ON_4 = ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=512", "model.num_key_value_heads=4"]
-SWAPPED = ["context.mode=static", "context.degree=2", "context.ulysses_degree=2", "model.num_key_value_heads=4"]
+ON_4 = [
+    "context.mode=static",
+    "context.degree=4",
+    "batch.tokens_per_rank=512",
+    "model.num_key_value_heads=4",
+]
+SWAPPED = [
+    "context.mode=static",
+    "context.degree=2",
+    "context.ulysses_degree=2",
+    "model.num_key_value_heads=4",
+]
 EXPERTS = ["model.num_experts=8", "model.moe_intermediate_size=192", "model.num_hidden_layers=4"]
 FULL, SELECTIVE, NORMS = (f"train.recompute={mode}" for mode in ("full", "selective", "norms"))
 BFLOAT16, TILES = "train.dtype=bfloat16", "train.mlp_tile_tokens="
 HALF, WHOLE = "batch.tokens_per_rank=1024", "batch.tokens_per_rank=2048"
 MEASURED: dict[str, tuple[int, list[str]]] = {
-    "bfloat16, experts, recompute full": (2, [*EXPERTS, HALF, FULL, BFLOAT16, "balance.z_loss=0.1"]),
+    "bfloat16, experts, recompute full": (
+        2,
+        [*EXPERTS, HALF, FULL, BFLOAT16, "balance.z_loss=0.1"],
+    ),
     "experts, in turns, recompute norms": (1, [*EXPERTS, WHOLE, TILES + "256", NORMS]),
     "experts of other ranks, recompute selective": (
         4,
-        [*EXPERTS, *ON_4[2:], "parallel.expert_parallel_size=2", "parallel.expert_max_load=1.25", SELECTIVE],
+        [
+            *EXPERTS,
+            *ON_4[2:],
+            "parallel.expert_parallel_size=2",
+            "parallel.expert_max_load=1.25",
+            SELECTIVE,
+        ],
     ),
     "bfloat16, recompute selective": (1, [WHOLE, SELECTIVE, BFLOAT16]),
     "bfloat16, recompute norms, heads swapped for tokens": (2, [*SWAPPED, HALF, NORMS, BFLOAT16]),
@@ -59,16 +79,25 @@ MEASURED: dict[str, tuple[int, list[str]]] = {
     ),
     "MLP in tiles, weights gathered all step, received keys kept": (
         2,
-        [HALF, "model.intermediate_size=1024", TILES + "128", "parallel.reshard_after=step", "context.keep_kv=true"],
+        [
+            HALF,
+            "model.intermediate_size=1024",
+            TILES + "128",
+            "parallel.reshard_after=step",
+            "context.keep_kv=true",
+        ],
     ),
     "copies of the weights": (2, [HALF, "parallel.shard_ranks=1", SELECTIVE]),
     "norms of heads, biases": (1, [WHOLE, "model.qk_norm=true", "model.qkv_bias=true"]),
     "pipeline": (2, [WHOLE, "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"]),
 }
-QUICK = [*(name for name in MEASURED if name.startswith(("MLP in tiles", "bfloat16, recompute norms")))]
+QUICK = [
+    *(name for name in MEASURED if name.startswith(("MLP in tiles", "bfloat16, recompute norms")))
+]
 """They have most of what the model of memory counts."""
 WITHIN = {"experts of other ranks, recompute selective": 0.2}
-"""Cases whose peak differs by up to 25 % between runs: it depends on when the tokens of other ranks arrive."""
+"""Cases whose peak differs by up to 25 % between runs: it depends on when the tokens of other ranks
+arrive."""
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, MEASURED))
@@ -84,20 +113,35 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
     memory = estimate(spec, config, ranks, placed, fused=False)
     within = WITHIN.get(name, 0.1)
     measured = math.inf
-    # The lowest of up to four runs: on a loaded machine, buffers of messages to slower ranks live longer.
+    # The lowest of up to four runs: on a loaded machine, buffers of messages to slower ranks live
+    # longer.
     for run in "abcd":
-        measured = min(measured, max(workers.run(peak_of_step_2, ranks, store, tmp_path / run, settings)))
+        measured = min(
+            measured, max(workers.run(peak_of_step_2, ranks, store, tmp_path / run, settings))
+        )
         if measured <= memory.total / (1 - within):
             break
-    print(f"{name}: measured {format_bytes(int(measured))}, estimate {format_bytes(memory.total)}: {memory}")
+    print(
+        f"{name}: measured {format_bytes(int(measured))}, estimate {format_bytes(memory.total)}: "
+        f"{memory}"
+    )
     fullest = max(placed, key=lambda load: load.tokens)
     print(ledger(RankMemory(spec, config, ranks, fullest, False, 0).block, config.train.recompute))
     assert memory.total == pytest.approx(measured, rel=within)
 
 
-CONFIG = load(None, ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"])
+CONFIG = load(
+    None, ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"]
+)
 SPEC = CONFIG.model.shape(128256).spec
-LOAD = Load(tokens=16384, remote=3 * 16384, sent=3 * 8192, held=3 * 16384, fullest=3 * 16384, micro_batches=4)
+LOAD = Load(
+    tokens=16384,
+    remote=3 * 16384,
+    sent=3 * 8192,
+    held=3 * 16384,
+    fullest=3 * 16384,
+    micro_batches=4,
+)
 
 
 def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelShape = SPEC) -> int:
@@ -120,7 +164,9 @@ def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelSha
         ([("parallel.shard_ranks", 1)], ("parallel.shard_ranks", None)),
     ],
 )
-def test_what_saves_memory_saves_memory(before: list[tuple[str, object]], change: tuple[str, object]) -> None:
+def test_what_saves_memory_saves_memory(
+    before: list[tuple[str, object]], change: tuple[str, object]
+) -> None:
     assert change in savings(CONFIG.changed(dict(before)))
     assert total(*before, change) < total(*before)
 
@@ -128,9 +174,11 @@ def test_what_saves_memory_saves_memory(before: list[tuple[str, object]], change
 CHOSEN: dict[str, Any] = {name: kernel for name, kernel in KERNELS.items() if name != "flash"}
 CHOSEN |= {library.name: library for library in LIBRARIES}
 WORKSPACES = {
-    # dQ in float32 (16,384 rows of 32 heads); dK and dV of 49,152 rows per query head in bfloat16, or of 8 heads in float32.
+    # dQ in float32 (16,384 rows of 32 heads); dK and dV of 49,152 rows per query head in bfloat16,
+    # or of 8 heads in float32.
     ("torch's flash operators", False): 4 * 16384 * 4096 + 2 * 2 * 49152 * 4096,
-    ("torch's flash operators", True): 5 * 4 * 16384 * 4096 + 2 * 2 * 49152 * 4096,  # 132 multiprocessors, 32 heads: 5 splits
+    # 132 multiprocessors, 32 heads: 5 splits.
+    ("torch's flash operators", True): 5 * 4 * 16384 * 4096 + 2 * 2 * 49152 * 4096,
     ("flash-attn 2", False): 4 * 16384 * 4096 + 2 * 2 * 49152 * 4096,
     ("flash-attn 3", True): 4 * 16384 * 4096 + 2 * 4 * 49152 * 1024,
     ("flash-attn 4", False): 4 * 16384 * 4096 + 2 * 4 * 49152 * 1024,
@@ -140,12 +188,18 @@ WORKSPACES = {
 
 
 @pytest.mark.parametrize(("kernel", "deterministic"), WORKSPACES)
-def test_the_workspace_of_kernels_is_counted(kernel: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_of_kernels_is_counted(
+    kernel: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = CONFIG.changed({"train.recompute": "full", "context.deterministic": deterministic})
 
     def working(name: str) -> int:
         monkeypatch.setattr(kernels, "kernel_on_gpus", lambda kernel, request: CHOSEN[name])
-        (moment,) = (memory for memory in _moments(SPEC, config, 8, [LOAD], True) if "last attention" in memory.moment)
+        (moment,) = (
+            memory
+            for memory in _moments(SPEC, config, 8, [LOAD], True)
+            if "last attention" in memory.moment
+        )
         return moment.working
 
     assert working(kernel) - working("cpu") == WORKSPACES[kernel, deterministic]
@@ -160,16 +214,23 @@ def test_every_kernel_and_library_counts_its_workspace(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_the_workspace_of_the_reference_kernel_is_what_it_takes(softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_of_the_reference_kernel_is_what_it_takes(
+    softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "kernel_on_gpus", lambda kernel, request: reference)
     layer, queries, keys = SPEC.layers[0], 1000, 2000
     heads, dim, live = layer.num_attention_heads, layer.head_dim, Live(torch.device("cpu"))
     with FakeTensorMode():
         dout, q, out = (torch.empty(queries, heads, dim, dtype=torch.bfloat16) for _ in range(3))
-        k, v = (torch.empty(keys, layer.num_key_value_heads, dim, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (
+            torch.empty(keys, layer.num_key_value_heads, dim, dtype=torch.bfloat16)
+            for _ in range(2)
+        )
         with live:
             segments = [Segment(0, queries, 0, keys)]
-            reference.backward(dout, q, k, v, out, torch.empty(queries, heads), segments, Options(1.0, softcap))
+            reference.backward(
+                dout, q, k, v, out, torch.empty(queries, heads), segments, Options(1.0, softcap)
+            )
     estimated = kernels.kernel_workspace(CONFIG, layer, queries, keys)
     assert 0.95 * live.peak < estimated < 1.25 * live.peak
 
@@ -178,7 +239,10 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
     """Weights, moments and gradients have all experts."""
     idle, parts = 10**9, []
     for more in (0, idle):
-        layers = tuple(replace(layer, matrices=(*layer.matrices, Matrix(1, more, used=0))) for layer in SPEC.layers)
+        layers = tuple(
+            replace(layer, matrices=(*layer.matrices, Matrix(1, more, used=0)))
+            for layer in SPEC.layers
+        )
         shape = replace(SPEC, layers=layers)
         assert shape.parameters == SPEC.parameters + more * len(layers)
         parts.append(estimate(shape, CONFIG, 8, [LOAD], fused=True).parts)
@@ -190,16 +254,33 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("field", "moment", "part", "bytes_each"),
-    [("scan", "last attention", "working", LOAD.tokens), ("tower_values", "end of backward", "activations", 2 * LOAD.tokens)],
+    [
+        ("scan", "last attention", "working", LOAD.tokens),
+        ("tower_values", "end of backward", "activations", 2 * LOAD.tokens),
+    ],
 )
 @pytest.mark.parametrize("attends", [True, False])
-def test_what_only_some_models_need_is_counted(field: str, moment: str, part: str, bytes_each: int, attends: bool) -> None:
+def test_what_only_some_models_need_is_counted(
+    field: str, moment: str, part: str, bytes_each: int, attends: bool
+) -> None:
     def counted(number: int) -> int:
-        given = {"attends": attends, "tower_parameters": 1, field: Scan(0, working=number) if field == "scan" else number}
-        of_layers = {name: value for name, value in given.items() if hasattr(SPEC.largest_layer, name)}
+        given = {
+            "attends": attends,
+            "tower_parameters": 1,
+            field: Scan(0, working=number) if field == "scan" else number,
+        }
+        of_layers = {
+            name: value for name, value in given.items() if hasattr(SPEC.largest_layer, name)
+        }
         layers = tuple(replace(layer, **of_layers) for layer in SPEC.layers)
-        spec = replace(SPEC, layers=layers, **{name: given[name] for name in given.keys() - of_layers.keys()})
-        (found,) = (memory.parts[part] for memory in _moments(spec, CONFIG, 8, [LOAD], True) if moment in memory.moment)
+        spec = replace(
+            SPEC, layers=layers, **{name: given[name] for name in given.keys() - of_layers.keys()}
+        )
+        (found,) = (
+            memory.parts[part]
+            for memory in _moments(spec, CONFIG, 8, [LOAD], True)
+            if moment in memory.moment
+        )
         return found
 
     assert counted(2 * 10**9) - counted(10**9) == bytes_each * 10**9
@@ -211,21 +292,40 @@ def test_which_kernel_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[2] is KERNELS["triton"]
     if not torch.cuda.is_available():
         sizes = BackwardSizes(request, 100, 200, 200, 8, 2)
-        assert [kernel.workspace(sizes) for kernel in found[:2]] == [LIBRARIES[-1].workspace(sizes)] * 2
-        assert kernels.kernel_on_gpus("auto", request._replace(dtype=torch.float32)) is KERNELS["triton"]
-    refuses, runs = SimpleNamespace(refusal=lambda request: "no"), SimpleNamespace(refusal=lambda request: None)
+        assert [kernel.workspace(sizes) for kernel in found[:2]] == [
+            LIBRARIES[-1].workspace(sizes)
+        ] * 2
+        assert (
+            kernels.kernel_on_gpus("auto", request._replace(dtype=torch.float32))
+            is KERNELS["triton"]
+        )
+    refuses, runs = (
+        SimpleNamespace(refusal=lambda request: "no"),
+        SimpleNamespace(refusal=lambda request: None),
+    )
     monkeypatch.setattr(kernels, "KERNELS", {"flash": refuses, "another": runs, "reference": runs})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert kernels.kernel_on_gpus("auto", request._replace(head_dim=512)) is runs
 
 
-BASE = ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"]
+BASE = [
+    "model.preset=llama-3.1-8b",
+    "batch.tokens_per_rank=16384",
+    "train.dtype=bfloat16",
+    "context.profile=h100-nvlink-ib",
+]
 RUNS = {
-    "recomputation makes offloading possible": (8, ["batch.tokens_per_rank=262144", "data.max_length=262144"]),
+    "recomputation makes offloading possible": (
+        8,
+        ["batch.tokens_per_rank=262144", "data.max_length=262144"],
+    ),
     "long rings": (64, ["context.keep_kv=true"]),
     "copies of the weights": (8, ["parallel.shard_ranks=1", "parallel.reshard_after=micro_batch"]),
     "a pipeline": (8, ["parallel.pipeline_parallel_size=2", "context.two_level_exchange=false"]),
-    "split matrices, which exclude tiles": (8, ["parallel.tensor_parallel_size=2", "train.recompute=selective"]),
+    "split matrices, which exclude tiles": (
+        8,
+        ["parallel.tensor_parallel_size=2", "train.recompute=selective"],
+    ),
 }
 
 
@@ -261,13 +361,21 @@ def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> 
             cheaper = order[: order.index(change)]
         else:
             cheaper = order + [other for other in enough if other.items() < change.items()]
-        assert not [other for other in cheaper if other in enough and not broken_rules(config.changed(other), ranks)]
+        assert not [
+            other
+            for other in cheaper
+            if other in enough and not broken_rules(config.changed(other), ranks)
+        ]
 
 
 @pytest.mark.parametrize(
     ("ranks", "settings", "gibibytes", "change"),
     [
-        (*RUNS["recomputation makes offloading possible"], 80, {"train.recompute": "full", "train.offload_activations": True}),
+        (
+            *RUNS["recomputation makes offloading possible"],
+            80,
+            {"train.recompute": "full", "train.offload_activations": True},
+        ),
         (64, ["train.recompute=full"], 24, {"context.max_remote_tokens": 16384}),
         (8, ["parallel.shard_ranks=1", "train.recompute=full"], 60, {"parallel.shard_ranks": None}),
     ],
@@ -289,23 +397,35 @@ def test_a_refusal_names_settings_that_can_be_pasted(
     ("ranks", "settings", "gigabytes"),
     [
         (1, [], 0.5),  # a context
-        (8, ["context.mode=static", "context.degree=1"], 1.06),  # with a communicator, NVIDIA/nccl 1685
+        # With a communicator, NVIDIA/nccl 1685.
+        (8, ["context.mode=static", "context.degree=1"], 1.06),
         (8, [], 4.34),  # which has sent messages to all ranks of the node, NVIDIA/nccl 1685
         (64, [], 4.34),
         (8, ["parallel.tensor_parallel_size=4"], 1.53),  # a ring of two
     ],
 )
-def test_gpus_need_memory_outside_of_the_allocator(ranks: int, settings: list[str], gigabytes: float) -> None:
+def test_gpus_need_memory_outside_of_the_allocator(
+    ranks: int, settings: list[str], gigabytes: float
+) -> None:
     config = load(None, [*BASE, *settings], world_size=ranks)
     loads = RunMemory(SPEC, None, ranks, True).loads(config)
-    on_gpus, on_cpus = (estimate(SPEC, config, ranks, loads, fused=fused) for fused in (True, False))
-    assert on_gpus.device == pytest.approx(gigabytes * 1e9, rel=0.01) and on_gpus.total >= on_gpus.device
+    on_gpus, on_cpus = (
+        estimate(SPEC, config, ranks, loads, fused=fused) for fused in (True, False)
+    )
+    assert (
+        on_gpus.device == pytest.approx(gigabytes * 1e9, rel=0.01)
+        and on_gpus.total >= on_gpus.device
+    )
     assert on_cpus.device == 0
     assert not fits(SPEC, config, ranks, loads, on_gpus.total - 1, fused=True)
 
 
 def test_every_saving_can_be_pasted() -> None:
-    most = [("parallel.reshard_after", "step"), ("context.keep_kv", True), ("parallel.shard_ranks", 1)]
+    most = [
+        ("parallel.reshard_after", "step"),
+        ("context.keep_kv", True),
+        ("parallel.shard_ranks", 1),
+    ]
     known = savings(CONFIG.changed(dict(most)))
     assert len(known) > len(savings(CONFIG))
     for name, value in known:
@@ -318,9 +438,13 @@ def test_a_refusal_names_parts_and_the_way_out() -> None:
     of_run = RunMemory(SPEC, None, 8, True)
     of_run.refuse_too_large(CONFIG, None)
     of_run.refuse_too_large(CONFIG, of_run.peak(CONFIG).total)
-    with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=norms\. `longctx estimate --all`"):
+    with pytest.raises(
+        DoesNotFit, match=r"activations .*fit is --train.recompute=norms\. `longctx estimate --all`"
+    ):
         of_run.refuse_too_large(CONFIG, 90 << 30)
-    with pytest.raises(DoesNotFit, match=r"no memory setting saves enough: lower batch\.tokens_per_rank"):
+    with pytest.raises(
+        DoesNotFit, match=r"no memory setting saves enough: lower batch\.tokens_per_rank"
+    ):
         of_run.refuse_too_large(CONFIG, 1 << 30)
 
 
@@ -334,9 +458,14 @@ def test_training_is_refused_before_it_starts(
 
 
 def test_choices_differ_where_the_settings_do_and_leave_out_what_the_rules_refuse() -> None:
-    found = {tuple(settings.values()): memory.total for settings, memory in RunMemory(SPEC, None, 8, True).choices(CONFIG)}
+    found = {
+        tuple(settings.values()): memory.total
+        for settings, memory in RunMemory(SPEC, None, 8, True).choices(CONFIG)
+    }
     assert len(found) == 5 * 2 * 3
-    recompute = [found[mode, False, "block"] for mode in ("none", "norms", "mlp", "selective", "full")]
+    recompute = [
+        found[mode, False, "block"] for mode in ("none", "norms", "mlp", "selective", "full")
+    ]
     assert recompute == sorted(recompute, reverse=True)
     assert found["none", False, "block"] < found["none", False, "step"]
     assert found["none", False, "block"] < found["none", True, "block"]
@@ -347,7 +476,12 @@ def test_choices_differ_where_the_settings_do_and_leave_out_what_the_rules_refus
         check(config.changed(row), world_size=8)
 
 
-ON_H100 = ["--gpus=8", "--train.device=cuda", "--model.preset=llama-3.1-8b", "--model.vocab_size=128256"]
+ON_H100 = [
+    "--gpus=8",
+    "--train.device=cuda",
+    "--model.preset=llama-3.1-8b",
+    "--model.vocab_size=128256",
+]
 LARGE = "--batch.tokens_per_rank=65536"
 
 
@@ -361,12 +495,24 @@ LARGE = "--batch.tokens_per_rank=65536"
             "1.24B parameters, computed in bfloat16, 8 ranks",
         ),
         ([LARGE], "does not fit", "train.fit_memory: --train.recompute=full"),
-        ([LARGE, "--train.fit_memory=false"], "does not fit", "the cheapest change that would fit is --train.recompute="),
-        (["--batch.tokens_per_rank=1000000", "--context.profile=a100-40gb"], "does not fit", "no memory setting saves enough"),
+        (
+            [LARGE, "--train.fit_memory=false"],
+            "does not fit",
+            "the cheapest change that would fit is --train.recompute=",
+        ),
+        (
+            ["--batch.tokens_per_rank=1000000", "--context.profile=a100-40gb"],
+            "does not fit",
+            "no memory setting saves enough",
+        ),
     ],
 )
 def test_an_estimate_says_first_whether_the_run_fits(
-    settings: list[str], verdict: str, change: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: list[str],
+    verdict: str,
+    change: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On GPUs that are not here: of the size in the profile."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -378,27 +524,54 @@ def test_an_estimate_says_first_whether_the_run_fits(
 
 
 def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["estimate", f"--data.store={store}", "--gpus", "2", "--train.recompute=full", "--context.profile=cpu-2core"]
+    arguments = [
+        "estimate",
+        f"--data.store={store}",
+        "--gpus",
+        "2",
+        "--train.recompute=full",
+        "--context.profile=cpu-2core",
+    ]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     configured = found["configured"]
-    assert configured["total"] == sum(value for name, value in configured.items() if name not in ("moment", "total"))
-    same = {"train.recompute": "full", "context.keep_kv": False, "parallel.reshard_after": "block", "ranks": 2}
-    assert [row["total"] for row in found["choices"] if same.items() <= row.items()] == [configured["total"]]
+    assert configured["total"] == sum(
+        value for name, value in configured.items() if name not in ("moment", "total")
+    )
+    same = {
+        "train.recompute": "full",
+        "context.keep_kv": False,
+        "parallel.reshard_after": "block",
+        "ranks": 2,
+    }
+    assert [row["total"] for row in found["choices"] if same.items() <= row.items()] == [
+        configured["total"]
+    ]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     first, second, *others = said.splitlines()
     assert re.fullmatch(
-        rf"fits: {format_bytes(configured['total'])} of .* per rank, if all are on this machine \(at: .*\)", first
+        rf"fits: {format_bytes(configured['total'])} of .* per rank, if all are on this machine "
+        r"\(at: .*\)",
+        first,
     )
     assert second.startswith("0.427M parameters, computed in float32, 2 ranks of CPUs")
-    shown = {name: size for name, size in configured.items() if name not in ("moment", "total") and size}
-    assert {line[2:22].strip().replace(" ", "_") for line in others if line.startswith("  ") and "--" not in line} == {*shown}
+    shown = {
+        name: size for name, size in configured.items() if name not in ("moment", "total") and size
+    }
+    assert {
+        line[2:22].strip().replace(" ", "_")
+        for line in others
+        if line.startswith("  ") and "--" not in line
+    } == {*shown}
     assert sum(line.startswith("  --train.recompute=") for line in others) == 3
     assert main([*arguments, "--all"]) == 0
     assert capsys.readouterr().out.count("\n  --train.recompute=") == len(found["choices"]) == 30
     assert main(["estimate", f"--data.store={tmp_path / 'none'}"]) == 2
     assert "--model.vocab_size" in capsys.readouterr().err
-    assert main(["estimate", f"--data.store={tmp_path / 'none'}", "--model.vocab_size=1000", "--json"]) == 0
+    assert (
+        main(["estimate", f"--data.store={tmp_path / 'none'}", "--model.vocab_size=1000", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["configured"]["remote_kv"] == 0
     assert main(["estimate", "--gpus=0"]) == 2

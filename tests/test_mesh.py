@@ -1,4 +1,5 @@
-"""The groups of a run: which backends they have on a CPU and on GPUs, with stand-ins for NCCL, which no CPU build has."""
+"""The groups of a run: which backends they have on a CPU and on GPUs, with stand-ins for NCCL,
+which no CPU build has."""
 
 import faulthandler
 import os
@@ -34,26 +35,34 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @dataclass
 class Options:
-    """Stands for `ProcessGroupNCCL.Options`, which torch refuses if its timeout differs from the group's."""
+    """Stands for `ProcessGroupNCCL.Options`, which torch refuses if its timeout differs from the
+    group's."""
 
     is_high_priority_stream: bool = False
     _timeout: timedelta = timedelta(minutes=10)
 
 
 @pytest.mark.parametrize(("device", "backend"), [(CPU, "gloo"), (GPU, "nccl")])
-def test_a_run_joins_with_one_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str) -> None:
+def test_a_run_joins_with_one_backend(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str
+) -> None:
     """A second backend would connect all pairs of ranks of every group."""
     joined: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: joined.append(backend))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: joined.append(backend)
+    )
     monkeypatch.setattr(mesh, "make_groups", lambda device, **options: None)
     mesh.join(Launch(0, 0, 1, 1), device)
     assert joined == [backend]
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Eight ranks, two stages: two groups of the exchange, with high priority on GPUs, four of stages and four of ends."""
+def test_only_control_has_gloo_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Eight ranks, two stages: two groups of the exchange, with high priority on GPUs, four of
+    stages and four of ends."""
     made: list[tuple[list[int] | None, dict[str, Any]]] = []
 
     def new_group(ranks: list[int] | None = None, **options: Any) -> str:
@@ -68,12 +77,20 @@ def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(Options=Options), raising=False)
     groups = mesh.make_groups(device, pipeline=2, timeout_s=7.0)
-    chosen = [(ranks, options["pg_options"]) for ranks, options in made if options.get("pg_options") is not None]
+    chosen = [
+        (ranks, options["pg_options"])
+        for ranks, options in made
+        if options.get("pg_options") is not None
+    ]
     high = Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
     assert chosen == ([([0, 1, 2, 3], high), ([4, 5, 6, 7], high)] if device == GPU else [])
-    assert len({id(options) for _, options in chosen}) == len(chosen), "NCCL's group keeps it, with the name that torch writes"
+    assert len({id(options) for _, options in chosen}) == len(chosen), (
+        "NCCL's group keeps it, with the name that torch writes"
+    )
     assert [options["backend"] for ranks, options in made if ranks is None] == ["gloo"]
-    assert not any("backend" in options for ranks, options in made if ranks is not None), "the backend of the default group"
+    assert not any("backend" in options for ranks, options in made if ranks is not None), (
+        "the backend of the default group"
+    )
     assert all(options["timeout"] == timedelta(seconds=7) for _, options in made)
     assert len(made) == 2 + 1 + 4 + 4
     assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
@@ -91,10 +108,15 @@ def test_trainers_have_the_groups_of_a_run(monkeypatch: pytest.MonkeyPatch, node
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": str(2 // nodes), "WORLD_SIZE": "2", "RANK": "1"})
+    monkeypatch.setattr(
+        os, "environ", {"LOCAL_WORLD_SIZE": str(2 // nodes), "WORLD_SIZE": "2", "RANK": "1"}
+    )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(Options=Options), raising=False)
     monkeypatch.setattr(dynamic, "warm_up", lambda group, device: None)
-    groups = dynamic._groups(SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)), ExitStack())
+    groups = dynamic._groups(
+        SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)),
+        ExitStack(),
+    )
     high = Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
     assert [options["pg_options"] for options in made[:nodes]] == nodes * [high]
     assert made[nodes]["backend"] == "gloo" and len(made) == nodes + 1
@@ -118,11 +140,17 @@ def test_the_allocator_is_configured_unless_the_user_did(
     assert os.environ == (ours if given is None else {given: "max_split_size_mb:64"})
 
 
-def test_a_device_is_current_only_after_its_allocator_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_current_only_after_its_allocator_is_configured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     configured: list[str | None] = []
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: configured.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: configured.append(os.environ.get("PYTORCH_ALLOC_CONF")),
+    )
     assert device_module.prepare_device("cuda", Launch(1, 1, 2, 2)) == torch.device("cuda", 1)
     assert configured == [SETTINGS]
     with pytest.raises(UserError, match="has 3 processes, which need a GPU each"):
@@ -139,15 +167,22 @@ prepare_allocator(torch.device("cuda", 0))
 print(torch._C._accelerator_getAllocatorSettings())
 """
     environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment
+    )
     assert done.stdout.strip() == SETTINGS, done.stderr
 
 
-def test_older_versions_of_torch_get_no_setting_that_they_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_versions_of_torch_get_no_setting_that_they_do_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     device_module.prepare_allocator(GPU)
-    assert os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and device_module.rounds_pinned()
+    assert (
+        os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        and device_module.rounds_pinned()
+    )
 
 
 def test_pinned_memory_is_counted_as_torch_allocates_it() -> None:
@@ -156,14 +191,18 @@ def test_pinned_memory_is_counted_as_torch_allocates_it() -> None:
     assert pinned_bytes(sizes, rounded=False) == sum(sizes)
 
 
-@pytest.mark.parametrize(("own", "local_processes", "expected"), [(None, 4, 4), (None, 32, 1), ("7", 4, None)])
+@pytest.mark.parametrize(
+    ("own", "local_processes", "expected"), [(None, 4, 4), (None, 32, 1), ("7", 4, None)]
+)
 def test_processes_of_a_node_share_the_cores_for_compiling(
     monkeypatch: pytest.MonkeyPatch, own: str | None, local_processes: int, expected: int | None
 ) -> None:
     from torch._inductor import config as inductor
 
     variables = {"LOCAL_WORLD_SIZE": str(local_processes), "WORLD_SIZE": str(local_processes)}
-    monkeypatch.setattr(os, "environ", variables | ({} if own is None else {"TORCHINDUCTOR_COMPILE_THREADS": own}))
+    monkeypatch.setattr(
+        os, "environ", variables | ({} if own is None else {"TORCHINDUCTOR_COMPILE_THREADS": own})
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     before = inductor.compile_threads
     with inductor.patch(compile_threads=before):
@@ -173,8 +212,15 @@ def test_processes_of_a_node_share_the_cores_for_compiling(
 
 def test_commands_prepare_the_device_before_their_processes_join(repository: Path) -> None:
     """It configures the allocator before CUDA starts."""
-    sources = [*(repository / "longctx" / "commands").glob("*.py"), repository / "longctx" / "start.py"]
-    joining = {path.stem: path.read_text("utf-8") for path in sources if "join_run(" in path.read_text("utf-8")}
+    sources = [
+        *(repository / "longctx" / "commands").glob("*.py"),
+        repository / "longctx" / "start.py",
+    ]
+    joining = {
+        path.stem: path.read_text("utf-8")
+        for path in sources
+        if "join_run(" in path.read_text("utf-8")
+    }
     assert {"calibrate", "eval", "measure", "start"} <= joining.keys()
     assert all("prepare_device(" in text or "Run.open(" in text for text in joining.values())
 
@@ -186,8 +232,14 @@ RECORDER = {"TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     ("given", "expected"),
     [
         ({}, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
-        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
-        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"}, ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
+        (
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"},
+            ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"],
+        ),
+        (
+            {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"},
+            ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"],
+        ),
         ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"]),
     ],
 )
@@ -224,24 +276,32 @@ in_layer_7()
     ("given", "expected"),
     [
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, 12),
-        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "1"}, 12),  # as torchrun sets it
+        # As torchrun sets it.
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "1"}, 12),
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "4"}, None),
         ({"LOCAL_WORLD_SIZE": "100", "WORLD_SIZE": "100"}, 1),
         ({}, 96),
     ],
 )
-def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: int | None) -> None:
+def test_cores_are_shared(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: int | None
+) -> None:
     monkeypatch.setattr(os, "environ", given)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))
     assert environment.host_threads() == expected
 
 
 def test_ranks_of_one_start_meet_in_a_store_that_an_earlier_start_has_used() -> None:
-    """As torchrun's store when a node joins or leaves: rank 2 of the first start is dead, and nothing it left is seen."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    """As torchrun's store when a node joins or leaves: rank 2 of the first start is dead, and
+    nothing it left is seen."""
+    server = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
 
     def start(rank: int, ranks: int, wait_s: float) -> tuple[Any, list[str | None]]:
-        client = TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=30))
+        client = TCPStore(
+            "127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=30)
+        )
         time.sleep(wait_s)
         return meet(client, rank, ranks, f"host-{ranks}-{rank}", timeout_s=30)
 
@@ -256,6 +316,8 @@ def test_ranks_of_one_start_meet_in_a_store_that_an_earlier_start_has_used() -> 
 
 
 def test_ranks_that_did_not_come_have_no_host() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    server = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
     assert meet(server, 0, 3, "here", timeout_s=0.1)[1] == ["here", None, None]
     assert meet(server, 1, 3, "here", timeout_s=0.1)[1] == [None, "here", ""]

@@ -1,4 +1,5 @@
-"""Length mixes: drawn steps follow the published histogram, are the same for the same seed, and bad requests are named."""
+"""Length mixes: drawn steps follow the published histogram, are the same for the same seed, and bad
+requests are named."""
 
 import csv
 
@@ -13,7 +14,11 @@ NAMES = ("magi_192k", "wikipedia", "wlb_128k")
 
 @pytest.mark.parametrize(
     ("name", "documents", "longest"),
-    [("wikipedia", 1_000_000, 2_097_151), ("wlb_128k", 99_519, 131_071), ("magi_192k", 13_523_433, 196_608)],
+    [
+        ("wikipedia", 1_000_000, 2_097_151),
+        ("wlb_128k", 99_519, 131_071),
+        ("magi_192k", 13_523_433, 196_608),
+    ],
 )
 def test_histograms_are_those_published(name: str, documents: int, longest: int) -> None:
     mix = load_mix(name)
@@ -37,7 +42,8 @@ def test_drawn_lengths_follow_the_histogram(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["wikipedia", "wlb_128k"])
 def test_mean_length_is_that_of_the_corpus(name: str) -> None:
-    """Log-uniform lengths inside a bin are an assumption; the tokens published with each bin say whether it is a good one."""
+    """Log-uniform lengths inside a bin are an assumption; the tokens published with each bin say
+    whether it is a good one."""
     with (FOLDER / f"{name}.csv").open() as file:
         rows = list(csv.DictReader(file))
     published = sum(int(row["tokens"]) for row in rows) / sum(int(row["documents"]) for row in rows)

@@ -1,4 +1,5 @@
-"""The decoder and the chunked loss. `test_native_checkpoints` compares the decoder with the models of transformers."""
+"""The decoder and the chunked loss. `test_native_checkpoints` compares the decoder with the models
+of transformers."""
 
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from longctx.training.objectives.loss import cross_entropy_sum, log_probabilitie
 from longctx.training.optimizer import learning_rate, make_optimizer
 from tests.training_cases import make_store
 
-SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8})
+SHAPE = PRESETS["tiny"].model_copy(
+    update={"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+)
 
 
 def model(shape: ModelShape = SHAPE) -> Decoder:
@@ -35,8 +38,12 @@ def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.cat([torch.arange(length) for length in lengths])
 
 
-def logits_of(made: Decoder, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    return made(tokens, positions, lambda q, k, v, layer: reference_attention(q(lambda x: x), k, v, lengths))
+def logits_of(
+    made: Decoder, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[int]
+) -> torch.Tensor:
+    return made(
+        tokens, positions, lambda q, k, v, layer: reference_attention(q(lambda x: x), k, v, lengths)
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -45,15 +52,22 @@ def test_packed_documents_equal_each_alone(tied: bool) -> None:
     lengths = [7, 1, 20]
     tokens, positions = packed(lengths)
     together = logits_of(made, tokens, positions, lengths)
-    alone = [logits_of(made, t, p, [len(t)]) for t, p in zip(tokens.split(lengths), positions.split(lengths), strict=True)]
+    alone = [
+        logits_of(made, t, p, [len(t)])
+        for t, p in zip(tokens.split(lengths), positions.split(lengths), strict=True)
+    ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 
 def test_rope_is_exact_far_out() -> None:
-    """At position 2,000,000 the angles of fast pairs keep float32 accuracy, and scores depend only on distance."""
+    """At position 2,000,000 the angles of fast pairs keep float32 accuracy, and scores depend only
+    on distance."""
     q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
     near, far = [
-        (rotate(q, *Rope(16, 5e5).tables(torch.tensor([p + 5]))) * rotate(k, *Rope(16, 5e5).tables(torch.tensor([p])))).sum()
+        (
+            rotate(q, *Rope(16, 5e5).tables(torch.tensor([p + 5])))
+            * rotate(k, *Rope(16, 5e5).tables(torch.tensor([p])))
+        ).sum()
         for p in (0, 2_000_000)
     ]
     torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)
@@ -87,9 +101,17 @@ def test_parameters_are_counted_right() -> None:
     ],
 )
 def test_presets_have_published_sizes(
-    name: str, layers: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, parameters: int, family: str | None
+    name: str,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocabulary: int,
+    parameters: int,
+    family: str | None,
 ) -> None:
-    """Those of config.json on the hub, and parameters without repeated tensors; gpt-oss lacks sinks and biases."""
+    """Those of config.json on the hub, and parameters without repeated tensors; gpt-oss lacks sinks
+    and biases."""
     shape = PRESETS[name].model_copy(update={"vocab_size": vocabulary})
     assert (shape.num_hidden_layers, shape.num_attention_heads) == (layers, heads)
     assert (shape.num_key_value_heads, shape.head_dim) == (kv_heads, head_dim)
@@ -113,7 +135,10 @@ def test_lengths_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.Mo
         (long, []),
         (short, [f"eval.store={long}", "eval.every=1"]),
     ):
-        config = load(None, ["data.max_length=1500", "batch.tokens_per_rank=1500", *more, f"data.store={store}"])
+        config = load(
+            None,
+            ["data.max_length=1500", "batch.tokens_per_rank=1500", *more, f"data.store={store}"],
+        )
         data = RunData.open(config)
         check_model(config, data, config.model_source(data.vocab_size), 1)
     assert longest[0] < 300 and longest[1:] == [1024, 1476, 1476]
@@ -126,7 +151,9 @@ def test_first_weights_depend_on_seed_and_name_alone() -> None:
     other.initialize(4)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.embed_tokens.weight, other.embed_tokens.weight)
-    assert not torch.equal(one.layers[0].self_attn.q_proj.weight, one.layers[1].self_attn.q_proj.weight)
+    assert not torch.equal(
+        one.layers[0].self_attn.q_proj.weight, one.layers[1].self_attn.q_proj.weight
+    )
 
 
 @pytest.mark.parametrize("plain_head", [True, False])
@@ -138,7 +165,9 @@ def test_logits_are_computed_where_there_are_labels_alone(plain_head: bool) -> N
     labels = torch.tensor([1, 2, 3, 4, 5]).repeat(60).where(torch.arange(300) < 5, -100)
     head = weight if plain_head else lambda some: some @ weight.T
     loss = cross_entropy_sum(hidden, head, labels, rows=rows_with_labels(labels))
-    torch.testing.assert_close(loss, F.cross_entropy(hidden[:5] @ weight.T, labels[:5], reduction="sum"))
+    torch.testing.assert_close(
+        loss, F.cross_entropy(hidden[:5] @ weight.T, labels[:5], reduction="sum")
+    )
     seen = log_probabilities(hidden, head, labels)
     assert seen.isfinite().all()
     torch.testing.assert_close(-seen.sum(), loss)
@@ -160,7 +189,9 @@ def test_gradients_in_bfloat16_are_not_scaled_by_a_rounded_factor() -> None:
     torch.manual_seed(0)
     hidden, weight = (torch.randn(rows, 16).bfloat16().requires_grad_() for rows in (300, 40))
     labels = torch.randint(0, 40, (300,))
-    whole = torch.autograd.grad(cross_entropy_sum(*(x.float() for x in (hidden, weight)), labels), (hidden, weight))
+    whole = torch.autograd.grad(
+        cross_entropy_sum(*(x.float() for x in (hidden, weight)), labels), (hidden, weight)
+    )
     part = torch.autograd.grad(cross_entropy_sum(hidden, weight, labels, 16_421), (hidden, weight))
     for a, b in zip(whole, part, strict=True):
         assert float(b.double().norm() * 16_421 / a.double().norm()) == pytest.approx(1, abs=1e-3)
@@ -169,11 +200,18 @@ def test_gradients_in_bfloat16_are_not_scaled_by_a_rounded_factor() -> None:
 def test_gradients_of_the_head_are_summed_over_chunks_in_float32() -> None:
     """200 chunks alike: in bfloat16 the sum stops growing long before the last."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(4, 16).bfloat16().repeat(200, 1), torch.randn(40, 16).bfloat16().requires_grad_()
+    hidden, weight = (
+        torch.randn(4, 16).bfloat16().repeat(200, 1),
+        torch.randn(40, 16).bfloat16().requires_grad_(),
+    )
     labels = torch.randint(0, 40, (4,)).repeat(200)
-    (chunked,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, labels, chunk_tokens=4), weight)
+    (chunked,) = torch.autograd.grad(
+        cross_entropy_sum(hidden, weight, labels, chunk_tokens=4), weight
+    )
     exact = weight.detach().double().requires_grad_()
-    (wanted,) = torch.autograd.grad(F.cross_entropy(hidden.double() @ exact.T, labels, reduction="sum"), exact)
+    (wanted,) = torch.autograd.grad(
+        F.cross_entropy(hidden.double() @ exact.T, labels, reduction="sum"), exact
+    )
     assert float((chunked.double() - wanted).norm() / wanted.norm()) < 0.01
 
 
@@ -184,17 +222,26 @@ def test_learning_rate() -> None:
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
     assert learning_rate(1, 1, OptimizerSection(warmup_steps=0)) == pytest.approx(3e-5)
-    assert [learning_rate(step, 2, section) for step in (1, 2)] == [0.5, 1.0], "a warm-up of 4 steps in a run of 2"
+    assert [learning_rate(step, 2, section) for step in (1, 2)] == [0.5, 1.0], (
+        "a warm-up of 4 steps in a run of 2"
+    )
 
 
 def test_norms_do_not_decay() -> None:
-    optimizer = make_optimizer(Decoder(SHAPE), OptimizerSection(weight_decay=0.3), torch.device("cpu"))
-    decay = {parameter.dim(): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer = make_optimizer(
+        Decoder(SHAPE), OptimizerSection(weight_decay=0.3), torch.device("cpu")
+    )
+    decay = {
+        parameter.dim(): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     assert decay == {2: 0.3, 1: 0.0}
 
 
 def test_gradient_of_frequent_entries_in_bfloat16() -> None:
-    """An entry that occurs 4,000 times in a text gets the sum of 4,000 gradients, too many to add one by one in bfloat16."""
+    """An entry that occurs 4,000 times in a text gets the sum of 4,000 gradients, too many to add
+    one by one in bfloat16."""
     embedding = Embedding(5, 8).to(torch.bfloat16)
     tokens = torch.arange(16_000) % 4
     gradient = torch.rand(16_000, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -204,13 +251,21 @@ def test_gradient_of_frequent_entries_in_bfloat16() -> None:
     assert torch.equal(embedding(tokens), F.embedding(tokens, embedding.weight))
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def test_ntk_turns_the_slowest_frequency_as_linear_scaling_does() -> None:
     shape = ModelShape(**SIZES, head_dim=8, vocab_size=50)
     plain, ntk, linear = (
-        Decoder(shape.model_copy(update={"rope_scaling": kind, "rope_factor": 4.0})).rope.frequencies(torch.device("cpu"))
+        Decoder(
+            shape.model_copy(update={"rope_scaling": kind, "rope_factor": 4.0})
+        ).rope.frequencies(torch.device("cpu"))
         for kind in ("none", "ntk", "linear")
     )
     assert ntk[0] == plain[0] and float(ntk[-1]) == pytest.approx(float(linear[-1]), rel=1e-12)
@@ -220,12 +275,22 @@ def test_ntk_turns_the_slowest_frequency_as_linear_scaling_does() -> None:
 def test_first_values_of_biases_are_0_and_of_norms_1() -> None:
     model = Decoder(ModelShape(**SIZES, head_dim=8, vocab_size=50, qkv_bias=True, qk_norm=True))
     model.initialize(0)
-    values = {name: weight.unique().tolist() for name, weight in model.named_parameters() if weight.dim() == 1}
-    assert {name.rpartition(".")[2]: value for name, value in values.items()} == {"bias": [0.0], "weight": [1.0]}
+    values = {
+        name: weight.unique().tolist()
+        for name, weight in model.named_parameters()
+        if weight.dim() == 1
+    }
+    assert {name.rpartition(".")[2]: value for name, value in values.items()} == {
+        "bias": [0.0],
+        "weight": [1.0],
+    }
     assert {tuple(value) for name, value in values.items() if name.endswith("bias")} == {(0.0,)}
 
 
 def test_a_checkpoint_of_another_model_is_told_apart() -> None:
     model = Decoder(ModelShape(**SIZES, head_dim=8, vocab_size=50, qk_norm=True))
     older = {**SIZES, "head_dim": 8, "vocab_size": 50, "rope_theta": 1e4}
-    assert model.differences(older) == ["qk_norm is True, was False", "rope_theta is 500000.0, was 10000.0"]
+    assert model.differences(older) == [
+        "qk_norm is True, was False",
+        "rope_theta is 500000.0, was 10000.0",
+    ]

@@ -1,4 +1,5 @@
-"""The cluster of modelled devices: visible pairs, ratios of the dilated profile, the table; a run where root may make it."""
+"""The cluster of modelled devices: visible pairs, ratios of the dilated profile, the table; a run
+where root may make it."""
 
 import json
 from argparse import Namespace
@@ -26,10 +27,17 @@ from longctx.planning.layout import Layout, Placement
 from tests.test_cluster import needs_namespaces
 
 
-@given(shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(-10, 12)), max_size=4))
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(-10, 12)),
+        max_size=4,
+    )
+)
 def test_visible_pairs(shapes: list[tuple[int, int, int | None]]) -> None:
     segments = [Segment(3, 3 + queries, 5, 5 + keys, None, hi) for queries, keys, hi in shapes]
-    assert modelled.pairs(segments) == sum(int(visible(each, torch.device("cpu")).sum()) for each in segments)
+    assert modelled.pairs(segments) == sum(
+        int(visible(each, torch.device("cpu")).sum()) for each in segments
+    )
 
 
 @pytest.mark.parametrize(("dilation", "smaller"), [(25.0, 4096.0), (3.0, 7.0)])
@@ -39,10 +47,15 @@ def test_all_ratios_are_those_of_the_profile(dilation: float, smaller: float) ->
     here = cluster.dilated(h100, dilation, smaller, h100.kv_bytes_per_token / smaller)
     lengths = np.array(load_mix("wlb_128k").draw(64, 1))
     assignment = place_fixed_static(h100, lengths, 16, 16384, 16)
-    costs = [plan_cost(score(profile, lengths, assignment, 16), profile, lengths, 16384) for profile in (h100, here)]
+    costs = [
+        plan_cost(score(profile, lengths, assignment, 16), profile, lengths, 16384)
+        for profile in (h100, here)
+    ]
     assert costs[0].exposed_share > 0
     for name in ("makespan_s", "lower_bound_s"):
-        assert getattr(costs[1], name) == pytest.approx(dilation * getattr(costs[0], name), rel=1e-6)
+        assert getattr(costs[1], name) == pytest.approx(
+            dilation * getattr(costs[0], name), rel=1e-6
+        )
     assert costs[1].exposed_share == pytest.approx(costs[0].exposed_share, rel=1e-3)
 
 
@@ -66,9 +79,18 @@ def test_every_schedule_has_its_own_time_per_pair(monkeypatch: pytest.MonkeyPatc
 def test_a_run_of_two_nodes() -> None:
     """Steps take about the predicted time, and the loss does not depend on the mode."""
     arguments = Namespace(
-        nodes=2, ranks_per_node=1, mix="wlb_128k", documents_a_rank=2, dilation=3.0, rival="megatron-dev", seed=0, steps=1
+        nodes=2,
+        ranks_per_node=1,
+        mix="wlb_128k",
+        documents_a_rank=2,
+        dilation=3.0,
+        rival="megatron-dev",
+        seed=0,
+        steps=1,
     )
-    vars(arguments).update(warmup=1, modes="auto,bins,static:2", settings=["data.long_documents=drop"], timeout=600)
+    vars(arguments).update(
+        warmup=1, modes="auto,bins,static:2", settings=["data.long_documents=drop"], timeout=600
+    )
     with ExitStack() as stack:
         result = json.loads(json.dumps(cluster.run(arguments, stack)))
     measured = result["measured"]

@@ -10,14 +10,23 @@ import pytest
 from longctx.units import largest
 from tests.test_imports import MODULES, tree
 
-TOLERANCE = re.compile(r"toleran|^(EXACT|CLOSE|SAME|LOGGED|BACKWARD|FAR_OFF|ROUNDING)$", re.IGNORECASE)
+TOLERANCE = re.compile(
+    r"toleran|^(EXACT|CLOSE|SAME|LOGGED|BACKWARD|FAR_OFF|ROUNDING)$", re.IGNORECASE
+)
 SMALL = 0.0049
 
 
 def is_tolerance(node: ast.expr) -> bool:
-    """Returns whether an operand is a bound of an error: a name that says so, or a small number, also as a factor."""
+    """Returns whether an operand is a bound of an error: a name that says so, or a small number,
+    also as a factor."""
     for part in ast.walk(node):
-        name = part.id if isinstance(part, ast.Name) else part.attr if isinstance(part, ast.Attribute) else ""
+        name = (
+            part.id
+            if isinstance(part, ast.Name)
+            else part.attr
+            if isinstance(part, ast.Attribute)
+            else ""
+        )
         number = part.value if isinstance(part, ast.Constant) else None
         if TOLERANCE.search(name) or (isinstance(number, float) and 0 < abs(number) < SMALL):
             return True
@@ -25,11 +34,14 @@ def is_tolerance(node: ast.expr) -> bool:
 
 
 def hidden(source: ast.Module) -> Iterator[str]:
-    """Yields the comparisons that are false for NaN where false means that all is well: `error > tolerance`."""
+    """Yields the comparisons that are false for NaN where false means that all is well: `error >
+    tolerance`."""
     for node in ast.walk(source):
         if not isinstance(node, ast.Compare):
             continue
-        for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+        for left, operator, right in zip(
+            [node.left, *node.comparators], node.ops, node.comparators, strict=False
+        ):
             exceeds = isinstance(operator, ast.Gt | ast.GtE) and is_tolerance(right)
             below = isinstance(operator, ast.Lt | ast.LtE) and is_tolerance(left)
             is_error = not isinstance(left if exceeds else right, ast.Constant)

@@ -1,4 +1,5 @@
-"""New tokens: entries added to a checkpoint's vocabulary, on any split of the ranks, in a whole run and its export."""
+"""New tokens: entries added to a checkpoint's vocabulary, on any split of the ranks, in a whole run
+and its export."""
 
 import json
 from pathlib import Path
@@ -47,7 +48,9 @@ def test_a_step_is_that_of_the_extended_checkpoint(
 ) -> None:
     """67 entries, which two ranks split unevenly."""
     loss, gradients, weights = reference(checkpoints[name])
-    for found_loss, found_gradients, found_weights in workers.run(step, ranks, checkpoints[name], settings):
+    for found_loss, found_gradients, found_weights in workers.run(
+        step, ranks, checkpoints[name], settings
+    ):
         assert found_weights["model.embed_tokens.weight"].shape[0] == ENTRIES > OLD
         assert all(torch.equal(weights[key], found_weights[key]) for key in found_weights)
         assert found_loss == pytest.approx(loss, rel=1e-5)
@@ -65,43 +68,110 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("data") / "notes.jsonl"
-    file.write_text("".join(json.dumps({"text": "<note>word</note> " * count}) + "\n" for count in (3, 5, 80, 11, 40, 14, 6)))
+    file.write_text(
+        "".join(
+            json.dumps({"text": "<note>word</note> " * count}) + "\n"
+            for count in (3, 5, 80, 11, 40, 14, 6)
+        )
+    )
     return file
 
 
 @pytest.mark.slow
 def test_finetune_adds_trains_resumes_and_exports(
-    checkpoint: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    checkpoint: Path,
+    notes: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Resumed after a checkpoint, a run comes to the same weights, bit by bit."""
     monkeypatch.setattr("longctx.parallel.launch.launch", launched.launch)
     exported = []
     for folder, parts in (("whole", [4]), ("parts", [2, 4])):
         for steps in parts:
-            command = ["finetune", str(checkpoint), str(notes), "--out", str(tmp_path / folder), "--processes", "2"]
-            more = [f"--train.steps={steps}", "--batch.global_tokens=500", "--optimizer.decay_steps=4"]
-            more += ["--optimizer.warmup_steps=1", "--checkpoint.every=2", "--log.tensorboard=false"]
-            assert main([*command, *more, "--model.new_tokens=[<note>, </note>]", "--optimizer.learning_rate=0.01"]) == 0
+            command = [
+                "finetune",
+                str(checkpoint),
+                str(notes),
+                "--out",
+                str(tmp_path / folder),
+                "--processes",
+                "2",
+            ]
+            more = [
+                f"--train.steps={steps}",
+                "--batch.global_tokens=500",
+                "--optimizer.decay_steps=4",
+            ]
+            more += [
+                "--optimizer.warmup_steps=1",
+                "--checkpoint.every=2",
+                "--log.tensorboard=false",
+            ]
+            assert (
+                main(
+                    [
+                        *command,
+                        *more,
+                        "--model.new_tokens=[<note>, </note>]",
+                        "--optimizer.learning_rate=0.01",
+                    ]
+                )
+                == 0
+            )
         exported.append(AutoModelForCausalLM.from_pretrained(tmp_path / folder / "export"))
-    assert "2 entries are added to the embedding and an untied head, each the mean of the others" in capfd.readouterr().out
+    assert (
+        "2 entries are added to the embedding and an untied head, each the mean of the others"
+        in capfd.readouterr().out
+    )
     whole, parts = (model.state_dict() for model in exported)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    tokenizer, old = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "whole" / "export", checkpoint))
-    assert whole["model.embed_tokens.weight"].shape[0] == len(tokenizer) == len(old) + 2 == exported[0].config.vocab_size
+    tokenizer, old = (
+        AutoTokenizer.from_pretrained(folder)
+        for folder in (tmp_path / "whole" / "export", checkpoint)
+    )
+    assert (
+        whole["model.embed_tokens.weight"].shape[0]
+        == len(tokenizer)
+        == len(old) + 2
+        == exported[0].config.vocab_size
+    )
     assert tokenizer("<note>", add_special_tokens=False).input_ids == [len(old)]
     first = AutoModelForCausalLM.from_pretrained(checkpoint).get_input_embeddings().weight
     for row in whole["model.embed_tokens.weight"][len(old) :]:
         assert 1e-3 < (row - first.mean(0)).abs().max() < 0.1  # moved by four steps
-    assert main(["eval", str(tmp_path / "whole"), "--store", str(tmp_path / "whole" / "store")]) == 0
+    assert (
+        main(["eval", str(tmp_path / "whole"), "--store", str(tmp_path / "whole" / "store")]) == 0
+    )
 
 
-def test_the_tokenizer_is_kept_and_others_are_refused(checkpoint: Path, notes: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_kept_and_others_are_refused(
+    checkpoint: Path, notes: Path, tmp_path: Path
+) -> None:
     save_with_tokens(str(checkpoint), ["<note>", "</note>"], tmp_path / "tokenizer")
     store = tmp_path / "store"
-    assert main(["prepare", "--source", str(notes), "--tokenizer", str(tmp_path / "tokenizer"), "--out", str(store)]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "--source",
+                str(notes),
+                "--tokenizer",
+                str(tmp_path / "tokenizer"),
+                "--out",
+                str(store),
+            ]
+        )
+        == 0
+    )
 
     def check(new: str, model: Path = checkpoint) -> None:
-        settings = [f"model.from_pretrained={model}", f"data.store={store}", f"model.new_tokens={new}"]
+        settings = [
+            f"model.from_pretrained={model}",
+            f"data.store={store}",
+            f"model.new_tokens={new}",
+        ]
         config = load(None, settings, world_size=1)
         data = RunData.open(config)
         check_model(config, data, config.model_source(data.vocab_size), 1)
@@ -109,17 +179,29 @@ def test_the_tokenizer_is_kept_and_others_are_refused(checkpoint: Path, notes: P
     check("[<note>, </note>]")
     bare = tmp_path / "bare"
     file = tmp_path / "tokenizer" / "tokenizer.json"
-    assert main(["prepare", "--source", str(notes), "--tokenizer", str(file), "--out", str(bare)]) == 0
-    source = pretrained(str(checkpoint), (), "auto", split=False, entries=Store.open(bare).tokenizer.vocab_size)
+    assert (
+        main(["prepare", "--source", str(notes), "--tokenizer", str(file), "--out", str(bare)]) == 0
+    )
+    source = pretrained(
+        str(checkpoint), (), "auto", split=False, entries=Store.open(bare).tokenizer.vocab_size
+    )
     (tmp_path / "run").mkdir()
     keep_model_files(tmp_path / "run", source, Store.open(bare))
     kept = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    assert len(kept) == source.spec.vocab_size and kept.chat_template, "the new tokenizer.json, beside the checkpoint's files"
-    with pytest.raises(UserError, match=r"adds <note>, </note> to that of .*: set model.new_tokens to \[<note>, </note>\], or"):
+    assert len(kept) == source.spec.vocab_size and kept.chat_template, (
+        "the new tokenizer.json, beside the checkpoint's files"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"adds <note>, </note> to that of .*: set model.new_tokens to \[<note>, </note>\], "
+        r"or",
+    ):
         check("null")
     with pytest.raises(UserError, match="adds </note> to that of"):
         check("[<note>]")
-    with pytest.raises(UserError, match=r"model\.new_tokens has <x>, which the tokenizer of .* lacks"):
+    with pytest.raises(
+        UserError, match=r"model\.new_tokens has <x>, which the tokenizer of .* lacks"
+    ):
         check("[<note>, </note>, <x>]")
     build_model("llama", "eager").save_pretrained(FAMILIES["Qwen 3"].save(tmp_path / "qwen"))
     with pytest.raises(UserError, match="was prepared with another tokenizer"):

@@ -1,4 +1,5 @@
-"""The chunked loss is cross-entropy, with weights of any value, and its gradients are those of plain torch."""
+"""The chunked loss is cross-entropy, with weights of any value, and its gradients are those of
+plain torch."""
 
 import pytest
 import torch
@@ -17,13 +18,19 @@ from longctx.training.objectives.loss import cross_entropy_sum, log_probabilitie
     st.integers(0, 100),
 )
 @settings(deadline=None)
-def test_chunked_cross_entropy(tokens: int, chunk: int, ignored: float, weighted: bool, seed: int) -> None:
+def test_chunked_cross_entropy(
+    tokens: int, chunk: int, ignored: float, weighted: bool, seed: int
+) -> None:
     """With any rows that include those with labels, and a matrix or a function as head."""
     torch.manual_seed(seed)
     hidden = torch.randn(tokens, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 11, (tokens,)).where(torch.rand(tokens) >= ignored, -100)
-    weights = torch.randn(tokens, dtype=torch.float64).where(torch.rand(tokens) > 0.2, 0) if weighted else None
+    weights = (
+        torch.randn(tokens, dtype=torch.float64).where(torch.rand(tokens) > 0.2, 0)
+        if weighted
+        else None
+    )
 
     def head_of(some: torch.Tensor) -> torch.Tensor:
         return some @ weight.T
@@ -37,7 +44,9 @@ def test_chunked_cross_entropy(tokens: int, chunk: int, ignored: float, weighted
         for rows in (None, rows_with_labels(labels), (labels != -100).nonzero()[:, 0]):
             loss = cross_entropy_sum(hidden, head, labels, 3.7, chunk, given, rows=rows)
             torch.testing.assert_close(loss, wanted)
-            for found, gradient in zip(torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True):
+            for found, gradient in zip(
+                torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True
+            ):
                 torch.testing.assert_close(found, gradient)
     torch.testing.assert_close(log_probabilities(hidden, weight, labels, chunk), -nll.detach())
 
@@ -51,7 +60,10 @@ def test_gradients_of_the_head_are_scaled_in_place() -> None:
     values = [each.clone() for each in loss.grad_fn.saved_tensors]  # type: ignore[attr-defined]
     found = torch.autograd.grad(loss * 0.3, (hidden, weight))
     assert [each.data_ptr() for each in found] == saved
-    assert all(torch.equal(each, value * torch.tensor(0.3)) for each, value in zip(found, values, strict=True))
+    assert all(
+        torch.equal(each, value * torch.tensor(0.3))
+        for each, value in zip(found, values, strict=True)
+    )
 
 
 def test_a_second_backward_through_the_loss_is_refused() -> None:

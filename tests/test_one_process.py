@@ -1,6 +1,8 @@
-"""A process that lives on, such as a notebook's: runs, evaluations and exports one after the other, also after errors.
+"""A process that lives on, such as a notebook's: runs, evaluations and exports one after the other,
+also after errors.
 
-Nothing of one is left for the next: no group, thread, handler of signals, or model of a folder that has changed since.
+Nothing of one is left for the next: no group, thread, handler of signals, or model of a folder that
+has changed since.
 """
 
 import json
@@ -32,7 +34,14 @@ from tests.training_cases import SMALL
 
 
 def settings_of(store: Path, run: Path, *more: str) -> list[str]:
-    return [*SMALL, f"data.store={store}", f"train.run_dir={run}", "train.steps=2", "checkpoint.every=2", *more]
+    return [
+        *SMALL,
+        f"data.store={store}",
+        f"train.run_dir={run}",
+        "train.steps=2",
+        "checkpoint.every=2",
+        *more,
+    ]
 
 
 def losses_of(run: Path) -> list[float]:
@@ -40,7 +49,8 @@ def losses_of(run: Path) -> list[float]:
 
 
 def nothing_is_left() -> Callable[[], None]:
-    """Returns a check that no group and no new thread is left, and that handlers of signals are as they are now.
+    """Returns a check that no group and no new thread is left, and that handlers of signals are as
+    they are now.
 
     Threads of tests before this one may end in the meantime.
     """
@@ -76,7 +86,9 @@ ERRORS: dict[str, tuple[BaseException, int | None]] = {
 
 
 @pytest.mark.parametrize("where", ["step", pytest.param("save", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("a peer is gone", "interrupted"), ERRORS))
+@pytest.mark.parametrize(
+    "name", slow_unless(lambda name: name in ("a peer is gone", "interrupted"), ERRORS)
+)
 def test_a_run_after_one_that_failed(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:
@@ -96,9 +108,13 @@ def test_a_run_after_one_that_failed(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_not_finite_leaves_nothing(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_not_finite_leaves_nothing(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     check = nothing_is_left()
-    diverging = settings_of(store, tmp_path / "run", "optimizer.learning_rate=1e30", "train.steps=8")
+    diverging = settings_of(
+        store, tmp_path / "run", "optimizer.learning_rate=1e30", "train.steps=8"
+    )
     assert longctx.train(load(None, [*diverging, "optimizer.warmup_steps=0"])) == 2
     assert "gradient norm is nan" in capfd.readouterr().err
     check()
@@ -119,7 +135,10 @@ def test_runs_evaluations_and_exports_one_after_the_other(store: Path, tmp_path:
     assert main(["eval", str(runs[0]), "--store", str(tmp_path)]) == 2
     check()
     settings = [f"--{setting}" for setting in settings_of(store, runs[0])]
-    assert main(["measure", *settings, "--modes", "auto,static:1", "--steps", "1", "--warmup", "0"]) == 0
+    assert (
+        main(["measure", *settings, "--modes", "auto,static:1", "--steps", "1", "--warmup", "0"])
+        == 0
+    )
     check()
 
 
@@ -160,15 +179,23 @@ def test_signals_do_what_they_did_before() -> None:
 
 def trained_from(base: Path, store: Path, run: Path, *more: str) -> float:
     """Returns the first loss of a run from a checkpoint."""
-    start = [f"model.from_pretrained={base}", f"data.store={store}", f"train.run_dir={run}", "data.max_length=1500"]
+    start = [
+        f"model.from_pretrained={base}",
+        f"data.store={store}",
+        f"train.run_dir={run}",
+        "data.max_length=1500",
+    ]
     more = ("train.steps=1", "batch.global_tokens=4000", "log.tensorboard=false", *more)
     assert longctx.train(load(None, [*start, *more])) == 0
     return losses_of(run)[0]
 
 
-@pytest.mark.parametrize("way", ["transformers", *slow_unless(lambda way: False, ["native", "lora"])])
+@pytest.mark.parametrize(
+    "way", ["transformers", *slow_unless(lambda way: False, ["native", "lora"])]
+)
 def test_a_checkpoint_that_has_changed_is_read_again(store: Path, tmp_path: Path, way: str) -> None:
-    """As a new process does: RoPE edited in config.json, then other weights under the same names and sizes."""
+    """As a new process does: RoPE edited in config.json, then other weights under the same names
+    and sizes."""
     base = tmp_path / "base"
     model = build_model("llama", "eager", vocab_size=300)
     model.save_pretrained(base)
@@ -186,7 +213,9 @@ def test_a_checkpoint_that_has_changed_is_read_again(store: Path, tmp_path: Path
     assert len(set(losses)) == 3
     other = tmp_path / "other"
     transformers.AutoModelForCausalLM.from_pretrained(base).save_pretrained(other)
-    assert math.isclose(trained_from(other, store, tmp_path / "d", *chosen), losses[2], rel_tol=1e-6)
+    assert math.isclose(
+        trained_from(other, store, tmp_path / "d", *chosen), losses[2], rel_tol=1e-6
+    )
 
 
 def test_costs_of_linear_layers_with_weights_of_the_same_shapes() -> None:
@@ -213,15 +242,22 @@ def test_costs_of_linear_layers_with_weights_of_the_same_shapes() -> None:
 
 
 def test_a_forward_that_is_interrupted_leaves_other_models_their_packing() -> None:
-    """Torch calls no hook after Ctrl-C: every other packed model of the process mixed its documents from then on."""
+    """Torch calls no hook after Ctrl-C: every other packed model of the process mixed its documents
+    from then on."""
     prepared = build_model("llama", "eager")
     plain = build_model("llama", "sdpa")
     plain.load_state_dict(prepared.state_dict())
     prepare_model(prepared)
-    plan = longctx.make_plan([5, 7], ranks=1, tokens_per_rank=64, profile=longctx.HardwareProfile.load("cpu-2core"))
+    plan = longctx.make_plan(
+        [5, 7], ranks=1, tokens_per_rank=64, profile=longctx.HardwareProfile.load("cpu-2core")
+    )
     (batch,), _ = longctx.pack_documents(plan, 0, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]])
     inputs = model_inputs(prepared, batch)
-    row = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"], "use_cache": False}
+    row = {
+        "input_ids": inputs["input_ids"],
+        "position_ids": inputs["position_ids"],
+        "use_cache": False,
+    }
     with torch.no_grad():
         wanted = plain(**row).logits
         assert (prepared(**inputs).logits - wanted).abs().max() < 1e-5

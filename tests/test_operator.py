@@ -1,4 +1,5 @@
-"""The operator compiles without graph breaks or recompilation, and selective recomputation keeps its outputs."""
+"""The operator compiles without graph breaks or recompilation, and selective recomputation keeps
+its outputs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,9 +27,30 @@ from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
 
-CASE = Case(2, (40, 9, 7), (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)), heads=4, kv_heads=2, head_dim=8)
-OTHER = Case(2, (40, 9, 7), (Placement(0, 0, 1), Placement(1, 0, 2), Placement(2, 1, 1)), heads=4, kv_heads=2, head_dim=8)
-MANY = Case(2, (9, 20, 30, 9, 9), tuple(Placement(i, 0, 1 + i % 2) for i in range(5)), heads=4, kv_heads=2, head_dim=8)
+CASE = Case(
+    2,
+    (40, 9, 7),
+    (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)),
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+)
+OTHER = Case(
+    2,
+    (40, 9, 7),
+    (Placement(0, 0, 1), Placement(1, 0, 2), Placement(2, 1, 1)),
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+)
+MANY = Case(
+    2,
+    (9, 20, 30, 9, 9),
+    tuple(Placement(i, 0, 1 + i % 2) for i in range(5)),
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+)
 
 
 EMPTY = Case(2, (40,), (Placement(0, 0, 1),), heads=4, kv_heads=2, head_dim=8)
@@ -46,7 +68,9 @@ class Block(torch.nn.Module):
         self.out = torch.nn.Linear(32, 32, bias=False)
 
     def forward(self, x: torch.Tensor, attention: RingAttention) -> torch.Tensor:
-        q, k, v = self.qkv(torch.nn.functional.rms_norm(x, (32,))).view(-1, 8, 8).split([4, 2, 2], dim=1)
+        q, k, v = (
+            self.qkv(torch.nn.functional.rms_norm(x, (32,))).view(-1, 8, 8).split([4, 2, 2], dim=1)
+        )
         return x + self.out(attention(q, k, v, layer=3).flatten(1))
 
 
@@ -60,10 +84,13 @@ class Counting(Exchange):
         return super().start(*arguments)
 
 
-def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Tensor, ...]], int, int, list[int]]:
+def run_compiled(
+    cases: list[Case], recompute: str
+) -> tuple[list[tuple[torch.Tensor, ...]], int, int, list[int]]:
     """Returns out, dx and dweight of plain and of compiled blocks, for each micro-batch.
 
-    Then the numbers of graphs and graph breaks, and of exchanges started without and with compilation.
+    Then the numbers of graphs and graph breaks, and of exchanges started without and with
+    compilation.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -80,7 +107,9 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
         for case in cases:
             layout = case.layout(dist.get_rank())
             attention = RingAttention(layout, exchange=Counting)
-            spans = [torch.arange(*span) for shard in layout.shards for span in (shard.head, shard.tail)]
+            spans = [
+                torch.arange(*span) for shard in layout.shards for span in (shard.head, shard.tail)
+            ]
             positions = torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
             tables = Rope(shape.head_dim, shape.rope_theta).tables(positions)
             generator = torch.Generator().manual_seed(1)
@@ -89,21 +118,34 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
             for block in model.layers:
                 out = block(out, *tables, attention)
             weight = model.layers[0].self_attn.q_proj.weight
-            results.append((out.detach(), *torch.autograd.grad(out.square().sum() / 49, (x, weight))))
+            results.append(
+                (out.detach(), *torch.autograd.grad(out.square().sum() / 49, (x, weight)))
+            )
         starts.append(Counting.starts)
-    return results, len(counter.graphs), sum(torch._dynamo.utils.counters["graph_break"].values()), starts
+    return (
+        results,
+        len(counter.graphs),
+        sum(torch._dynamo.utils.counters["graph_break"].values()),
+        starts,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", RECOMPUTE_MODES)
-def test_blocks_compile_once_for_all_layers_and_micro_batches(workers: Workers, recompute: str) -> None:
+def test_blocks_compile_once_for_all_layers_and_micro_batches(
+    workers: Workers, recompute: str
+) -> None:
     """For any number of documents and tokens, although torch treats 0 and 1 as constants."""
     cases = [EMPTY, CASE, SINGLE, OTHER, MANY]
-    for results, graphs, breaks, (plain_starts, compiled_starts) in workers.run(run_compiled, 2, cases, recompute):
+    for results, graphs, breaks, (plain_starts, compiled_starts) in workers.run(
+        run_compiled, 2, cases, recompute
+    ):
         for plain, compiled in zip(results[: len(cases)], results[len(cases) :], strict=True):
             for a, b in zip(plain, compiled, strict=True):
                 torch.testing.assert_close(a, b)
-        assert compiled_starts == plain_starts, "compilation must not change what is kept and recomputed"
+        assert compiled_starts == plain_starts, (
+            "compilation must not change what is kept and recomputed"
+        )
         assert breaks == 0
         assert 1 <= graphs <= 2  # of three layers and five layouts
 
@@ -111,7 +153,11 @@ def test_blocks_compile_once_for_all_layers_and_micro_batches(workers: Workers, 
 def test_only_tokens_layer_and_attention_are_variables_of_a_program() -> None:
     """Kernels that know the size of heads need no divisions to find their place."""
     torch._dynamo.reset()
-    model = Decoder(PRESETS["tiny"].model_copy(update={"num_hidden_layers": 3, "vocab_size": 8, "qk_norm": True}))
+    model = Decoder(
+        PRESETS["tiny"].model_copy(
+            update={"num_hidden_layers": 3, "vocab_size": 8, "qk_norm": True}
+        )
+    )
     model.initialize(0)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compile_blocks(model, backend=counter)
@@ -128,23 +174,30 @@ def test_only_tokens_layer_and_attention_are_variables_of_a_program() -> None:
         for node in graph.graph.find_nodes(op="placeholder"):
             value = node.meta["example_value"]
             for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-                variables |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+                variables |= (
+                    size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+                )
         assert len(variables) <= 3
 
 
 EXCHANGES = {f"longctx.{name}.default" for name in ("gather_tokens", "gather_heads")}
-EXCHANGES |= {f"longctx.ring_attention{part}.default" for part in ("", "_begin", "_backward", "_finish")}
+EXCHANGES |= {
+    f"longctx.ring_attention{part}.default" for part in ("", "_begin", "_backward", "_finish")
+}
 
 
 def run_traced(case: Case, recomputed: bool) -> list[tuple[list[str], bool]]:
-    """Returns the exchanges of the forward and the backward graph, and whether each one needs the result of that before."""
+    """Returns the exchanges of the forward and the backward graph, and whether each one needs the
+    result of that before."""
     torch._dynamo.reset()
     found: list[tuple[list[str], bool]] = []
 
     def look(graph: torch.fx.GraphModule, _: Any) -> Any:
         needed: dict[torch.fx.Node, set[torch.fx.Node]] = {}
         for node in graph.graph.nodes:
-            needed[node] = set(node.all_input_nodes).union(*(needed[other] for other in node.all_input_nodes))
+            needed[node] = set(node.all_input_nodes).union(
+                *(needed[other] for other in node.all_input_nodes)
+            )
         nodes = [node for node in graph.graph.nodes if str(node.target) in EXCHANGES]
         ordered = all(before in needed[after] for before, after in pairwise(nodes))
         found.append(([str(node.target).split(".")[1] for node in nodes], ordered))
@@ -156,15 +209,24 @@ def run_traced(case: Case, recomputed: bool) -> list[tuple[list[str], bool]]:
     compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
     rank = dist.get_rank()
     attention = case.attention(rank)
-    compiled(torch.randn(len(case.rows(rank)), 32).requires_grad_(), attention).square().sum().backward()
+    compiled(
+        torch.randn(len(case.rows(rank)), 32).requires_grad_(), attention
+    ).square().sum().backward()
     return found
 
 
 @pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compilers_cannot_move_exchanges(workers: Workers, recomputed: bool) -> None:
-    """Ranks whose exchanges have another order wait for each other. CASE has swapped rings, on rank 0 besides plain ones."""
-    ring = ["ring_attention_begin", "ring_attention"], ["ring_attention_backward", "ring_attention_finish"]
-    swapped = ["gather_tokens", *ring[0], "gather_heads"], ["gather_tokens", *ring[1], "gather_heads"]
+    """Ranks whose exchanges have another order wait for each other. CASE has swapped rings, on rank
+    0 besides plain ones."""
+    ring = (
+        ["ring_attention_begin", "ring_attention"],
+        ["ring_attention_backward", "ring_attention_finish"],
+    )
+    swapped = (
+        ["gather_tokens", *ring[0], "gather_heads"],
+        ["gather_tokens", *ring[1], "gather_heads"],
+    )
     forward, backward = [*swapped[0], *ring[0]], [*ring[1], *swapped[1]]
     for found in workers.run(run_traced, 2, replace(CASE, ulysses_degree=2), recomputed):
         names, ordered = zip(*found, strict=True)
@@ -173,21 +235,27 @@ def test_compilers_cannot_move_exchanges(workers: Workers, recomputed: bool) -> 
 
 
 def run_frozen(compiled: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Gradients of the queries alone, with and without those of K and V, and the number of passes that nobody finished."""
+    """Gradients of the queries alone, with and without those of K and V, and the number of passes
+    that nobody finished."""
     torch._dynamo.reset()
     attention, rank = CASE.attention(dist.get_rank()), dist.get_rank()
     found = []
     for frozen in (True, False):
         q, k, v, _ = (tensor[CASE.rows(rank)] for tensor in CASE.inputs())
         q, k, v = q.requires_grad_(), k.requires_grad_(not frozen), v.requires_grad_(not frozen)
-        run = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
-        found.append(torch.autograd.grad(run(q, k, v).square().sum(), [q] if frozen else [q, k, v])[0])
+        run = (
+            torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+        )
+        found.append(
+            torch.autograd.grad(run(q, k, v).square().sum(), [q] if frozen else [q, k, v])[0]
+        )
     return *found, len(operator.unfinished)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_frozen_keys_leave_nothing_behind(workers: Workers, compiled: bool) -> None:
-    """As with adapters of the queries alone, whose first layer has K and V that need no gradient."""
+    """As with adapters of the queries alone, whose first layer has K and V that need no
+    gradient."""
     for alone, together, unfinished in workers.run(run_frozen, 2, compiled):
         torch.testing.assert_close(alone, together)
         assert unfinished == 0
@@ -199,7 +267,9 @@ def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]
     block = Block()
     rank = dist.get_rank()
     attention = RingAttention(CASE.layout(rank), exchange=Counting, keep_kv=keep_kv)
-    x = torch.randn(len(CASE.rows(rank)), 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(
+        len(CASE.rows(rank)), 32, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     Counting.starts = 0
     if policy == "none":
         out = block(x, attention)
@@ -214,7 +284,8 @@ def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]
 
 
 def test_selective_recomputation_never_repeats_the_exchange(workers: Workers) -> None:
-    """One exchange in forward, one to fetch again unless kept, one to return gradients; full recomputation adds one."""
+    """One exchange in forward, one to fetch again unless kept, one to return gradients; full
+    recomputation adds one."""
     starts = {}
     wanted = None
     for keep_kv in (False, True):
@@ -277,7 +348,8 @@ def run_told(keys_need_gradients: bool) -> tuple[list[str], list[str]]:
 
 
 def test_messages_travel_while_queries_are_computed(workers: Workers) -> None:
-    """In backward those of the last gradients, unless K and V need none: then the other ranks wait for them all the same."""
+    """In backward those of the last gradients, unless K and V need none: then the other ranks wait
+    for them all the same."""
     for forward, backward in workers.run(run_told, 2, True):
         assert forward == ["post", "queries", "wait"]
         backward.remove("wait")  # in a thread, at any time
@@ -288,7 +360,8 @@ def test_messages_travel_while_queries_are_computed(workers: Workers) -> None:
 
 
 def test_compiled_blocks_await_the_last_gradients_after_those_of_the_queries() -> None:
-    """The operator that waits depends on a product of the queries' backward, so that no compiler can move it before."""
+    """The operator that waits depends on a product of the queries' backward, so that no compiler
+    can move it before."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -298,7 +371,12 @@ def test_compiled_blocks_await_the_last_gradients_after_those_of_the_queries() -
 
     model = Decoder(PRESETS["tiny"].model_copy(update={"num_hidden_layers": 1, "vocab_size": 8}))
     model.initialize(0)
-    compile_blocks(model, backend=aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, _: graph), bw_compiler=keep))
+    compile_blocks(
+        model,
+        backend=aot_autograd(
+            fw_compiler=make_boxed_compiler(lambda graph, _: graph), bw_compiler=keep
+        ),
+    )
     attention = RingAttention(Layout.of([Placement(0, 0, 1)], [40], 0, 0))
     model(torch.zeros(40, dtype=torch.int64), torch.arange(40), attention).sum().backward()
 

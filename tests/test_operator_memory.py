@@ -1,4 +1,5 @@
-"""The operator's outputs match what torch.compile is told, and it holds no more memory than it needs."""
+"""The operator's outputs match what torch.compile is told, and it holds no more memory than it
+needs."""
 
 from typing import Any, ClassVar
 from unittest import mock
@@ -29,7 +30,11 @@ class Watching(Exchange):
     most = 0
 
     def start(self, outgoing: Any, incoming: torch.Tensor, rows: Any) -> Pending:
-        alive = {ref.cdata: ref for ref in [*Watching.buffers, StorageWeakRef(incoming.untyped_storage())] if not ref.expired()}
+        alive = {
+            ref.cdata: ref
+            for ref in [*Watching.buffers, StorageWeakRef(incoming.untyped_storage())]
+            if not ref.expired()
+        }
         Watching.buffers = list(alive.values())
         Watching.most = max(Watching.most, len(alive))
         return super().start(outgoing, incoming, rows)
@@ -48,7 +53,8 @@ def run_watched() -> tuple[int, int]:
 
 
 def test_few_rounds_are_held_at_once(workers: Workers) -> None:
-    """Holds keys of the current and the next round; in backward also gradients of two rounds in flight."""
+    """Holds keys of the current and the next round; in backward also gradients of two rounds in
+    flight."""
     results = workers.run(run_watched, 6)
     assert all(forward <= 2 and backward <= 4 for forward, backward in results), results
 
@@ -72,7 +78,9 @@ def run_with_options(deterministic: bool, keep_kv: bool) -> tuple[list[Options],
     q, k, v, dout = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
     with mock.patch.dict(KERNELS, {"recording": Recording()}):
         choose_kernel.cache_clear()
-        attention = RingAttention(RING.layout(rank), kernel="recording", deterministic=deterministic, keep_kv=keep_kv)
+        attention = RingAttention(
+            RING.layout(rank), kernel="recording", deterministic=deterministic, keep_kv=keep_kv
+        )
         out = attention(q, k, v)
         forward = options.copy()
         options.clear()
@@ -83,16 +91,21 @@ def run_with_options(deterministic: bool, keep_kv: bool) -> tuple[list[Options],
 
 @pytest.mark.parametrize(("deterministic", "keep_kv"), [(False, False), (True, True)])
 def test_kernels_are_told_how_to_run(workers: Workers, deterministic: bool, keep_kv: bool) -> None:
-    """Each call is told whether messages are in flight: of the next round's keys, or in backward of gradients."""
+    """Each call is told whether messages are in flight: of the next round's keys, or in backward of
+    gradients."""
     for rank, options in enumerate(workers.run(run_with_options, 6, deterministic, keep_kv)):
         schedule = RingSchedule.build(RING.layout(rank))
         calls = [len(schedule.local), *(len(round_.calls) for round_ in schedule.rounds)]
         fetching = [True] * (len(calls) - 1) + [False]
         returning = [False, False] + [True] * (len(calls) - 2)
-        backward = returning if keep_kv else [a or b for a, b in zip(fetching, returning, strict=True)]
+        backward = (
+            returning if keep_kv else [a or b for a, b in zip(fetching, returning, strict=True)]
+        )
         for made, wanted in zip(options, (fetching, backward), strict=True):
             told = [flag for flag, count in zip(wanted, calls, strict=True) for _ in range(count)]
-            assert [(each.deterministic, each.overlapped) for each in made] == [(deterministic, flag) for flag in told]
+            assert [(each.deterministic, each.overlapped) for each in made] == [
+                (deterministic, flag) for flag in told
+            ]
 
 
 class Zeros(TorchDispatchMode):
@@ -143,7 +156,8 @@ ALONE = Case(1, (4, 3), (Placement(0, 0, 1), Placement(1, 0, 1)), heads=4, kv_he
 @pytest.mark.parametrize("case", [ALONE, Case(1, (), ())])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_first: bool) -> None:
-    """Compiled code relies on sizes and strides; inputs are split projections, or have heads before tokens."""
+    """Compiled code relies on sizes and strides; inputs are split projections, or have heads before
+    tokens."""
     attention = RingAttention(case.layout(0))
     tensors = [torch.randn(7 * bool(case.lengths), heads, 8) for heads in (4, 2, 2)]
     if heads_first:
@@ -151,10 +165,16 @@ def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_firs
     q, k, v = tensors
     what = attention.number, NO_LAYER
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.longctx.ring_attention_begin.default, (k, v, None, *what), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.longctx.ring_attention_begin.default, (k, v, None, *what), test_utils=checks
+    )
     attention.begun = Repeated(attention, k, v)
     begun = torch.empty(0)
-    torch.library.opcheck(torch.ops.longctx.ring_attention.default, (q, k, v, None, begun, *PLAIN, *what), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.longctx.ring_attention.default,
+        (q, k, v, None, begun, *PLAIN, *what),
+        test_utils=checks,
+    )
     out, lse, kept = operator.forward(q, k, v, None, begun, *PLAIN, *what)
     dout = torch.randn_like(out)
     torch.library.opcheck(

@@ -1,4 +1,5 @@
-"""Optimizers: the same weights as torch's own on one process, whatever the split; resumed bit by bit."""
+"""Optimizers: the same weights as torch's own on one process, whatever the split; resumed bit by
+bit."""
 
 import math
 from pathlib import Path
@@ -43,7 +44,8 @@ def gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:
 
 
 def largest_error(store: Path, run: Path, settings: list[str], steps: int = 4) -> float:
-    """Returns the largest difference from weights that torch's optimizers make of the same gradients on one process."""
+    """Returns the largest difference from weights that torch's optimizers make of the same
+    gradients on one process."""
     trainer = start(store, run, settings)
     trainer.loader.close()
     model, section = trainer.model, trainer.config.optimizer
@@ -51,14 +53,17 @@ def largest_error(store: Path, run: Path, settings: list[str], steps: int = 4) -
     for step, rate in enumerate(RATES[:steps]):
         for name, weight in model.named_parameters():
             made = gradient(name, step, weight.shape)
-            weight.grad = distribute_tensor(made, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.grad = distribute_tensor(
+                made, weight.device_mesh, weight.placements, src_data_rank=None
+            )
         set_learning_rate(trainer.optimizer, rate)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
     require_same_copies(model, steps, trainer.mesh.control)
     after = {name: whole(weight) for name, weight in model.named_parameters()}
     counts = {
-        f"{path}.{name}": module.count * (1 if trainer.mesh.experts is None else trainer.mesh.experts.size(0))
+        f"{path}.{name}": module.count
+        * (1 if trainer.mesh.experts is None else trainer.mesh.experts.size(0))
         for path, module in model.named_modules()
         if isinstance(module, Experts)
         for name, _ in module.named_parameters()
@@ -71,11 +76,16 @@ def largest_error(store: Path, run: Path, settings: list[str], steps: int = 4) -
 def torch_alone(
     before: dict[str, torch.Tensor], counts: dict[str, int], section: OptimizerSection, steps: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the weights that torch's own optimizers make on one process; `counts` are numbers of stacked experts."""
-    eight_bit, shapes = section.name == "adamw-8bit", {name: weight.shape for name, weight in before.items()}
+    """Returns the weights that torch's own optimizers make on one process; `counts` are numbers of
+    stacked experts."""
+    eight_bit, shapes = (
+        section.name == "adamw-8bit",
+        {name: weight.shape for name, weight in before.items()},
+    )
     before = {name: padded(weight) if eight_bit else weight for name, weight in before.items()}
     parts = {
-        name: [nn.Parameter(part.clone()) for part in weight.chunk(counts.get(name, 1))] for name, weight in before.items()
+        name: [nn.Parameter(part.clone()) for part in weight.chunk(counts.get(name, 1))]
+        for name, weight in before.items()
     }
     adamw: list[dict[str, Any]] = []
     matrices = []
@@ -87,12 +97,19 @@ def torch_alone(
         elif section.name == "muon" and name.startswith("layers.") and parameters[0].dim() == 2:
             matrices += parameters
         else:
-            adamw.append({"params": parameters, "weight_decay": section.weight_decay if parameters[0].dim() > 1 else 0.0})
+            adamw.append(
+                {
+                    "params": parameters,
+                    "weight_decay": section.weight_decay if parameters[0].dim() > 1 else 0.0,
+                }
+            )
     kind = AdamW8bit if eight_bit else torch.optim.AdamW
     optimizers: list[torch.optim.Optimizer] = [kind(adamw, betas=section.betas, eps=section.eps)]
     if matrices:
         decay = section.weight_decay
-        muon = torch.optim.Muon(matrices, weight_decay=decay, momentum=section.momentum, adjust_lr_fn="match_rms_adamw")
+        muon = torch.optim.Muon(
+            matrices, weight_decay=decay, momentum=section.momentum, adjust_lr_fn="match_rms_adamw"
+        )
         optimizers.append(muon)
     for step, rate in enumerate(RATES[:steps]):
         for name, parameters in parts.items():
@@ -106,21 +123,31 @@ def torch_alone(
                 group["lr"] = torch.tensor(own) if isinstance(group["lr"], torch.Tensor) else own
             with torch.compiler.set_stance("force_eager"):
                 optimizer.step()
-    after = {name: torch.cat([part.detach() for part in parameters]) for name, parameters in parts.items()}
+    after = {
+        name: torch.cat([part.detach() for part in parameters])
+        for name, parameters in parts.items()
+    }
     return {name: weight[..., : shapes[name][-1]] for name, weight in after.items()}
 
 
 def padded(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns a matrix with zeros behind its rows, which then are whole blocks of torchao; others as they are."""
+    """Returns a matrix with zeros behind its rows, which then are whole blocks of torchao; others
+    as they are."""
     return F.pad(matrix, (0, -matrix.shape[-1] % BLOCK)) if in_8_bits(matrix.shape) else matrix
 
 
 def bytes_of_state(store: Path, run: Path, settings: list[str]) -> tuple[int, int]:
-    """Returns the bytes of the optimizer's state after a step, but those of step counters, and what they should be."""
+    """Returns the bytes of the optimizer's state after a step, but those of step counters, and what
+    they should be."""
     trainer = start(store, run, settings)
     with trainer.loader:
         trainer.step()
-    values = [value for state in trainer.optimizer.state.values() for value in state.values() if value.dim()]
+    values = [
+        value
+        for state in trainer.optimizer.state.values()
+        for value in state.values()
+        if value.dim()
+    ]
     spec = trainer.model.spec
     kind = OPTIMIZERS[trainer.config.optimizer.name]
     expected = kind.state_bytes(spec.trained_parameters, spec.trained_matrices, spec.trained_sizes)
@@ -128,7 +155,8 @@ def bytes_of_state(store: Path, run: Path, settings: list[str]) -> tuple[int, in
 
 
 def keys_of_moments(rows: int, columns: int, cut: int = 0) -> list[str]:
-    """Returns what this rank would save of a parameter of this size, sharded over all ranks, after a step."""
+    """Returns what this rank would save of a parameter of this size, sharded over all ranks, after
+    a step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weight = nn.Parameter(distribute_tensor(torch.randn(rows, columns), mesh, [Shard(cut)]))
     weight.grad = distribute_tensor(torch.randn(rows, columns), mesh, [Shard(cut)])
@@ -156,44 +184,79 @@ SPLITS = {
     "pipeline": (2, ["parallel.pipeline_parallel_size=2"]),
     "experts": (3, EXPERTS),
     "expert parallel": (2, [*EXPERTS, "parallel.expert_parallel_size=2"]),
-    "expert and tensor parallel": (4, [*EXPERTS, "parallel.expert_parallel_size=2", "parallel.tensor_parallel_size=2"]),
+    "expert and tensor parallel": (
+        4,
+        [*EXPERTS, "parallel.expert_parallel_size=2", "parallel.tensor_parallel_size=2"],
+    ),
 }
 QUICK = ("tensor and domain", "pipeline", "expert and tensor parallel")
 """Of splits with Muon: `tests.parity` has AdamW under every split."""
-WIDE = ["model.hidden_size=512", "model.intermediate_size=512", "model.head_dim=128", "model.num_key_value_heads=4"]
+WIDE = [
+    "model.hidden_size=512",
+    "model.intermediate_size=512",
+    "model.head_dim=128",
+    "model.num_key_value_heads=4",
+]
 WIDE += ["batch.global_tokens=1500"]
 EIGHT_BIT = ["optimizer.name=adamw-8bit", *WIDE, "model.num_hidden_layers=2"]
 """Rows of whole blocks, also on two tensor ranks."""
-RAGGED = [*EIGHT_BIT, "model.hidden_size=264", "model.intermediate_size=300", "model.head_dim=20", "model.num_experts=0"]
+RAGGED = [
+    *EIGHT_BIT,
+    "model.hidden_size=264",
+    "model.intermediate_size=300",
+    "model.head_dim=20",
+    "model.num_experts=0",
+]
 """Rows of 264, 300 and 80 numbers: none of whole blocks, and no shard of three ranks."""
 
 
 @pytest.mark.parametrize("split", slow_unless(lambda split: split in QUICK, SPLITS))
-def test_weights_are_those_of_torch_alone(workers: Workers, store: Path, tmp_path: Path, split: str) -> None:
+def test_weights_are_those_of_torch_alone(
+    workers: Workers, store: Path, tmp_path: Path, split: str
+) -> None:
     ranks, settings = SPLITS[split]
     settings = [*settings, "optimizer.name=muon", "optimizer.weight_decay=0.3"]
     assert max(workers.run(largest_error, ranks, store, tmp_path, settings)) < 1e-6
 
 
-@pytest.mark.parametrize("split", slow_unless(lambda split: split == "3 ranks", ["tensor", "3 ranks", "expert parallel"]))
-def test_8_bit_weights_are_those_of_torchao_alone(workers: Workers, store: Path, tmp_path: Path, split: str) -> None:
+@pytest.mark.parametrize(
+    "split", slow_unless(lambda split: split == "3 ranks", ["tensor", "3 ranks", "expert parallel"])
+)
+def test_8_bit_weights_are_those_of_torchao_alone(
+    workers: Workers, store: Path, tmp_path: Path, split: str
+) -> None:
     ranks, settings = SPLITS[split]
     wide = ["model.moe_intermediate_size=256"] if "expert" in split else []
-    assert max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *EIGHT_BIT, *wide], 2)) < 1e-6
+    assert (
+        max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *EIGHT_BIT, *wide], 2))
+        < 1e-6
+    )
 
 
-@pytest.mark.parametrize("split", slow_unless(lambda split: split == "3 ranks", ["1 rank", "3 ranks", "replicas", "pipeline"]))
-def test_8_bit_moments_of_rows_that_are_no_whole_blocks(workers: Workers, store: Path, tmp_path: Path, split: str) -> None:
+@pytest.mark.parametrize(
+    "split",
+    slow_unless(lambda split: split == "3 ranks", ["1 rank", "3 ranks", "replicas", "pipeline"]),
+)
+def test_8_bit_moments_of_rows_that_are_no_whole_blocks(
+    workers: Workers, store: Path, tmp_path: Path, split: str
+) -> None:
     ranks, settings = SPLITS[split]
     assert max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *RAGGED], 2)) < 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(64, 320), (40, 576), (300, 16), (3, 40, 100), (4097,), (4096, 1)], ids=str)
-def test_8_bit_updates_are_the_same_when_compiled(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "shape", [(64, 320), (40, 576), (300, 16), (3, 40, 100), (4097,), (4096, 1)], ids=str
+)
+def test_8_bit_updates_are_the_same_when_compiled(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
     """As on GPUs: torch 2.13 compiles scales that are repeated and cut to wrong values."""
     weights = []
-    for update in (eight_bit._adamw, torch.compile(eight_bit._adamw, fullgraph=True, dynamic=False)):
+    for update in (
+        eight_bit._adamw,
+        torch.compile(eight_bit._adamw, fullgraph=True, dynamic=False),
+    ):
         monkeypatch.setattr(eight_bit, "_adamw", update)
         weight = nn.Parameter(torch.ones(shape))
         optimizer = EightBit([weight], lr=0.01)
@@ -204,63 +267,112 @@ def test_8_bit_updates_are_the_same_when_compiled(monkeypatch: pytest.MonkeyPatc
     assert torch.allclose(*weights, atol=1e-5)
 
 
-def test_8_bit_moments_of_an_earlier_version_are_no_damage(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_8_bit_moments_of_an_earlier_version_are_no_damage(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     """It had moments of such matrices in float32."""
-    with pytest.raises(AssertionError, match=r"CheckpointError: .* with another number of bits, as of an earlier version"):
+    with pytest.raises(
+        AssertionError,
+        match=r"CheckpointError: .* with another number of bits, as of an earlier version",
+    ):
         workers.run(resumed_in_8_bits, 1, store, tmp_path)
 
 
 @pytest.mark.parametrize("hidden", [576, 896, 2880])
 def test_8_bit_state_is_as_large_as_memory_says(hidden: int) -> None:
     """Of the columns of SmolLM2, Qwen 2.5 and gpt-oss; with vectors, which stay in float32."""
-    sizes = {"hidden_size": hidden, "intermediate_size": 600, "num_hidden_layers": 1, "vocab_size": 500}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 600,
+        "num_hidden_layers": 1,
+        "vocab_size": 500,
+    }
     shape = PRESETS["tiny"].model_copy(update={**sizes, "head_dim": 64, "qkv_bias": True})
     model = Decoder(shape)
     optimizer = EightBit(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    values = [
+        value for state in optimizer.state.values() for value in state.values() if value.dim()
+    ]
     actual = sum(value.numel() * value.element_size() for value in values)
     spec = shape.spec
     assert actual < 2.1 * spec.parameters
-    foretold = OPTIMIZERS["adamw-8bit"].state_bytes(spec.trained_parameters, spec.trained_matrices, spec.trained_sizes)
+    foretold = OPTIMIZERS["adamw-8bit"].state_bytes(
+        spec.trained_parameters, spec.trained_matrices, spec.trained_sizes
+    )
     assert foretold == pytest.approx(actual, rel=0.02)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_8_bit_blocks_that_tensor_ranks_would_cut_are_refused_before_anything_starts(preset: str) -> None:
+def test_8_bit_blocks_that_tensor_ranks_would_cut_are_refused_before_anything_starts(
+    preset: str,
+) -> None:
     """Of every matrix that the plan splits by columns, and no other."""
     config = load(None, [f"model.preset={preset}", "optimizer.name=adamw-8bit"])
     shape = PRESETS[preset].model_copy(update={"vocab_size": 512})
     with torch.device("meta"):
-        model = Decoder(shape.model_copy(update={"num_hidden_layers": shape.first_dense_layers + 1}))
+        model = Decoder(
+            shape.model_copy(update={"num_hidden_layers": shape.first_dense_layers + 1})
+        )
     split = [end for end, style in model.tensor_plan.items() if style == "rows"]
-    weights = {name: weight for name, weight in model.named_parameters() if name.removesuffix(".weight").endswith(tuple(split))}
+    weights = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if name.removesuffix(".weight").endswith(tuple(split))
+    }
     assert len(weights) > shape.first_dense_layers
     for ranks in range(1, 9):
-        tried = config.changed({"parallel.tensor_parallel_size": ranks, "batch.tokens_per_rank": 840 * 256})
+        tried = config.changed(
+            {"parallel.tensor_parallel_size": ranks, "batch.tokens_per_rank": 840 * 256}
+        )
         problems = {problem.key: problem for problem in broken_rules(tried, ranks)}
-        cut = any(in_8_bits(weight.shape) and cuts_blocks(weight.shape[-1], ranks) for weight in weights.values())
+        cut = any(
+            in_8_bits(weight.shape) and cuts_blocks(weight.shape[-1], ranks)
+            for weight in weights.values()
+        )
         if "parallel.tensor_parallel_size" not in problems:  # else more than KV heads
             assert cut == ("optimizer.name" in problems), ranks
 
 
 @pytest.mark.slow
-def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """A checkpoint of two tensor ranks goes on without them; a rank without rows, as of adapters, saves what others do."""
+def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
+    """A checkpoint of two tensor ranks goes on without them; a rank without rows, as of adapters,
+    saves what others do."""
     settings = [*EIGHT_BIT, "batch.tokens_per_rank=1500"]
     whole = workers.run(train, 1, store, tmp_path / "whole", settings, 3)[0]
-    workers.run(train_then_save, 2, store, tmp_path / "saved", [*settings, "parallel.tensor_parallel_size=2"], 1)
+    workers.run(
+        train_then_save,
+        2,
+        store,
+        tmp_path / "saved",
+        [*settings, "parallel.tensor_parallel_size=2"],
+        1,
+    )
     again = workers.run(train, 1, store, tmp_path / "saved", settings, 2, True)[0]
     assert [m.loss for m in again] == pytest.approx([m.loss for m in whole[1:]], rel=1e-5)
     for keys in workers.run(keys_of_moments, 3, 2, 2048):
-        assert keys == ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale", "step"]
-    with pytest.raises(AssertionError, match=r"a rank has 1025 of 2049 columns of a parameter, no multiple of 256"):
+        assert keys == [
+            "exp_avg.codes",
+            "exp_avg.scale",
+            "exp_avg_sq.codes",
+            "exp_avg_sq.scale",
+            "step",
+        ]
+    with pytest.raises(
+        AssertionError, match=r"a rank has 1025 of 2049 columns of a parameter, no multiple of 256"
+    ):
         workers.run(keys_of_moments, 2, 2, 2049, 1)
 
 
-RESUMED = {"replicas": ["optimizer.name=muon"], "expert and tensor parallel": ["optimizer.name=muon"], "3 ranks": RAGGED}
+RESUMED = {
+    "replicas": ["optimizer.name=muon"],
+    "expert and tensor parallel": ["optimizer.name=muon"],
+    "3 ranks": RAGGED,
+}
 
 
 @pytest.mark.parametrize("split", slow_unless(lambda split: split == "replicas", RESUMED))
@@ -271,7 +383,9 @@ def test_runs_resume_bit_by_bit(workers: Workers, store: Path, tmp_path: Path, s
     whole = workers.run(train, ranks, store, tmp_path / "whole", settings, 2)[0]
     workers.run(train_then_save, ranks, store, tmp_path / "saved", settings, 1)
     again = workers.run(train, ranks, store, tmp_path / "saved", settings, 1, True)[0]
-    assert [(m.step, m.loss, m.grad_norm) for m in again] == [(m.step, m.loss, m.grad_norm) for m in whole[1:]]
+    assert [(m.step, m.loss, m.grad_norm) for m in again] == [
+        (m.step, m.loss, m.grad_norm) for m in whole[1:]
+    ]
     if split == "3 ranks":
         alone = workers.run(train, 1, store, tmp_path / "saved", settings, 1, True)[0]
         assert [m.loss for m in alone] == pytest.approx([m.loss for m in again], rel=1e-5)
@@ -279,19 +393,26 @@ def test_runs_resume_bit_by_bit(workers: Workers, store: Path, tmp_path: Path, s
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("split", ["1 rank", "experts"])
-def test_memory_of_the_state_is_foretold(workers: Workers, store: Path, tmp_path: Path, split: str, name: str) -> None:
+def test_memory_of_the_state_is_foretold(
+    workers: Workers, store: Path, tmp_path: Path, split: str, name: str
+) -> None:
     settings = [*SPLITS[split][1], f"optimizer.name={name}", "batch.tokens_per_rank=1500"]
     actual, expected = workers.run(bytes_of_state, 1, store, tmp_path, settings)[0]
     assert actual == expected
 
 
 def test_muon_takes_less_state_and_more_time(tmp_path: Path) -> None:
-    configs = {name: load(None, ["model.preset=llama-3.2-1b", f"optimizer.name={name}"]) for name in ("adamw", "muon")}
+    configs = {
+        name: load(None, ["model.preset=llama-3.2-1b", f"optimizer.name={name}"])
+        for name in ("adamw", "muon")
+    }
     adamw, muon = (run_profile(config, 8, 32_000) for config in configs.values())
     assert muon.profile.step_s > adamw.profile.step_s
     assert any("updates by muon take" in line for line in muon.lines)
     spec, load_ = configs["adamw"].model_source(32_000).spec, Load(1024, 0, 0, 0, 0, 1)
-    adam_memory, muon_memory = (RankMemory(spec, config, 8, load_, True, 0).fixed for config in configs.values())
+    adam_memory, muon_memory = (
+        RankMemory(spec, config, 8, load_, True, 0).fixed for config in configs.values()
+    )
     assert 0.5 < muon_memory.optimizer / adam_memory.optimizer < 0.65
 
 
@@ -326,7 +447,11 @@ def test_schedules_follow_their_formulas(schedule: str, expected: list[float]) -
 
 def test_where_decay_begins_and_ends() -> None:
     every = rates(warmup_steps=0, schedule="wsd", decay_share=0.4)
-    assert every[5] == 2.0 and every[7] == pytest.approx(2 * (0.1 + 0.9 * 0.5)) and every[9] == pytest.approx(0.2)
+    assert (
+        every[5] == 2.0
+        and every[7] == pytest.approx(2 * (0.1 + 0.9 * 0.5))
+        and every[9] == pytest.approx(0.2)
+    )
     assert rates(warmup_steps=0, schedule="wsd", decay_share=0.0) == [2.0] * 10
     assert min(rates(10_000, warmup_steps=4, schedule="inverse_sqrt")) == 0.2
 
@@ -337,15 +462,25 @@ def test_a_resumed_run_may_change_its_schedule_but_not_its_optimizer(tmp_path: P
     changed = load(None, ["optimizer.schedule=linear", "train.steps=200"])
     assert changes_of_optimizer(before, tmp_path, resumes=True) == []
     (note,) = changes_of_optimizer(changed, tmp_path, resumes=True)
-    assert note == "resumed with other settings: train.steps is 200, was 100; optimizer.schedule is linear, was wsd"
+    assert (
+        note == "resumed with other settings: train.steps is 200, was 100; optimizer.schedule is "
+        "linear, was wsd"
+    )
     assert changes_of_optimizer(changed, tmp_path, resumes=False) == []
-    with pytest.raises(UserError, match=r"optimizer.name is muon, but checkpoints of .* have the moments of adamw"):
+    with pytest.raises(
+        UserError, match=r"optimizer.name is muon, but checkpoints of .* have the moments of adamw"
+    ):
         changes_of_optimizer(load(None, ["optimizer.name=muon"]), tmp_path, resumes=False)
 
 
-def test_groups_have_their_own_rates_and_decay(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_groups_have_their_own_rates_and_decay(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     ranks, settings = SPLITS["tensor"]
-    embeddings, norms = "learning_rate_ratio: 0.3, weight_decay: 0.7", "learning_rate_ratio: 2.0, weight_decay: 0.1"
+    embeddings, norms = (
+        "learning_rate_ratio: 0.3, weight_decay: 0.7",
+        "learning_rate_ratio: 2.0, weight_decay: 0.1",
+    )
     groups = f"[{{match: embed, {embeddings}}}, {{match: norm, {norms}}}]"
     settings = [*settings, "optimizer.name=muon", f"optimizer.groups={groups}"]
     assert max(workers.run(largest_error, ranks, store, tmp_path, settings)) < 1e-6
@@ -356,6 +491,10 @@ def test_groups_are_checked_before_anything_starts() -> None:
         load(None, ["optimizer.groups=[{match: '('}]"])
     with pytest.raises(ConfigError, match=r"optimizer\.groups"):
         load(None, ["optimizer.groups=[{learning_rate_ratio: 2.0}]"])
-    unused = load(None, ["model.vocab_size=300", "optimizer.groups=[{match: norm}, {match: input_layernorm}]"])
-    with pytest.raises(UserError, match="has match input_layernorm, which no trained parameter has"):
+    unused = load(
+        None, ["model.vocab_size=300", "optimizer.groups=[{match: norm}, {match: input_layernorm}]"]
+    )
+    with pytest.raises(
+        UserError, match="has match input_layernorm, which no trained parameter has"
+    ):
         check_groups(unused, unused.model_source())

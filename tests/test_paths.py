@@ -1,4 +1,5 @@
-"""Paths: `~` and `$NAME` are expanded in settings, commands and Python, and addresses of storage are refused by name."""
+"""Paths: `~` and `$NAME` are expanded in settings, commands and Python, and addresses of storage
+are refused by name."""
 
 import re
 from collections.abc import Iterator
@@ -56,7 +57,9 @@ def test_homes_and_variables_are_expanded(given: str, meant: str, home: Path) ->
     assert expanded(given).startswith(str(home / meant))
 
 
-@pytest.mark.parametrize("given", ["a/~b", "x~", "a$", "$", "C:/x", "a:b", "http", "", "bpe", "OWNER/NAME"])
+@pytest.mark.parametrize(
+    "given", ["a/~b", "x~", "a$", "$", "C:/x", "a:b", "http", "", "bpe", "OWNER/NAME"]
+)
 def test_other_names_stay_as_they_are(given: str) -> None:
     assert expanded(given) == given
 
@@ -152,7 +155,9 @@ def test_files_of_settings_are_found_at_home(home: Path) -> None:
         ["check-step", "s3://bucket/x.py"],
     ],
 )
-def test_commands_refuse_what_no_layer_reads_or_writes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_what_no_layer_reads_or_writes(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         status = main(words)
     except SystemExit as end:  # of argparse
@@ -160,7 +165,12 @@ def test_commands_refuse_what_no_layer_reads_or_writes(words: list[str], capsys:
     said = capsys.readouterr().err
     assert status == 2
     assert "://" in said or "NOT_SET is not set" in said
-    assert "folder of this machine" in said or "folders of this machine" in said or "OWNER/NAME" in said or "is not set" in said
+    assert (
+        "folder of this machine" in said
+        or "folders of this machine" in said
+        or "OWNER/NAME" in said
+        or "is not set" in said
+    )
 
 
 def test_calls_expand_and_refuse(home: Path) -> None:

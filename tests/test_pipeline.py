@@ -1,4 +1,5 @@
-"""What is special about pipelines: messages, buffers, checkpoints, failures. `tests.parity` compares their losses."""
+"""What is special about pipelines: messages, buffers, checkpoints, failures. `tests.parity`
+compares their losses."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +21,19 @@ LAYERS = "model.num_hidden_layers=4"
 
 
 @pytest.fixture(scope="module")
-def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+def alone(
+    workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[StepMetrics]:
     """Results of three steps of one process."""
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [LAYERS], 3)[0]
 
 
 def pipeline(ranks: int, chunks: int = 1) -> list[str]:
-    return [LAYERS, f"parallel.pipeline_parallel_size={ranks}", f"parallel.pipeline_chunks={chunks}"]
+    return [
+        LAYERS,
+        f"parallel.pipeline_parallel_size={ranks}",
+        f"parallel.pipeline_chunks={chunks}",
+    ]
 
 
 HALF, STATIC = "batch.tokens_per_rank=750", ["context.mode=static", "context.degree=2"]
@@ -37,36 +44,56 @@ TENSOR = "parallel.tensor_parallel_size=2"
 
 RESUMED = {
     "into an interleaved one": ((1, [LAYERS]), (2, pipeline(2, 2))),
-    "into one with tensor ranks": ((3, [LAYERS, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), TENSOR])),
-    "from tensor ranks": ((6, [LAYERS, TENSOR, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), HALF])),
+    "into one with tensor ranks": (
+        (3, [LAYERS, "batch.tokens_per_rank=500"]),
+        (4, [*pipeline(2), TENSOR]),
+    ),
+    "from tensor ranks": (
+        (6, [LAYERS, TENSOR, "batch.tokens_per_rank=500"]),
+        (4, [*pipeline(2), HALF]),
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", RESUMED)
-def test_resume_under_another_split(workers: Workers, store: Path, tmp_path: Path, alone: list[StepMetrics], way: str) -> None:
+def test_resume_under_another_split(
+    workers: Workers, store: Path, tmp_path: Path, alone: list[StepMetrics], way: str
+) -> None:
     """Documents and losses equal those of one process that never stopped."""
     saved, resumed = RESUMED[way]
     workers.run(training_cases.train_then_save, saved[0], store, tmp_path, saved[1], 1)
     found = workers.run(train, resumed[0], store, tmp_path, resumed[1], 2, True)[0]
-    assert [(m.step, m.tokens, m.target_tokens) for m in found] == [(m.step, m.tokens, m.target_tokens) for m in alone[1:]]
+    assert [(m.step, m.tokens, m.target_tokens) for m in found] == [
+        (m.step, m.tokens, m.target_tokens) for m in alone[1:]
+    ]
     assert [m.loss for m in found] == pytest.approx([m.loss for m in alone[1:]], rel=1e-5)
     assert [m.grad_norm for m in found] == pytest.approx([m.grad_norm for m in alone[1:]], rel=1e-4)
 
 
-def test_buffers_exist_for_micro_batches_under_way(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """Not for all micro-batches of a step: hidden states and gradients of two, and one message that is still being sent."""
+def test_buffers_exist_for_micro_batches_under_way(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
+    """Not for all micro-batches of a step: hidden states and gradients of two, and one message that
+    is still being sent."""
     settings = [*pipeline(2), "batch.tokens_per_rank=1500", "batch.global_tokens=20000"]
-    for micro_batches, most in workers.run(training_cases.buffers_of_a_pipeline, 2, store, tmp_path, settings):
+    for micro_batches, most in workers.run(
+        training_cases.buffers_of_a_pipeline, 2, store, tmp_path, settings
+    ):
         assert micro_batches > 8
         assert most <= 5
 
 
-def test_blocks_are_resharded_after_their_backward(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """As without a pipeline, if the settings say so; otherwise all weights of a rank stay gathered for the step."""
+def test_blocks_are_resharded_after_their_backward(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
+    """As without a pipeline, if the settings say so; otherwise all weights of a rank stay gathered
+    for the step."""
     for when, expected in (("block", 0), ("step", 2)):
         settings = [*pipeline(2, 2), HALF, *STATIC, f"parallel.reshard_after={when}"]
-        for gathered in workers.run(training_cases.gathered_blocks_in_a_pipeline, 4, store, tmp_path / when, settings):
+        for gathered in workers.run(
+            training_cases.gathered_blocks_in_a_pipeline, 4, store, tmp_path / when, settings
+        ):
             assert len(gathered) > 2
             assert max(gathered) == expected
 
@@ -74,7 +101,9 @@ def test_blocks_are_resharded_after_their_backward(workers: Workers, store: Path
 def test_gradients_are_added_up_in_float32(workers: Workers, store: Path, tmp_path: Path) -> None:
     settings = [*pipeline(2, 2), "parallel.reshard_after=step", "batch.global_tokens=12000"]
     settings.append("train.dtype=bfloat16")
-    for unsummed in workers.run(training_cases.unsummed_gradients_in_a_pipeline, 2, store, tmp_path, settings):
+    for unsummed in workers.run(
+        training_cases.unsummed_gradients_in_a_pipeline, 2, store, tmp_path, settings
+    ):
         assert len(unsummed) >= 8
         assert max(unsummed) == 0
 
@@ -92,7 +121,8 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
 
 
 def test_stages_by_cost() -> None:
-    """The last stage has the head, which costs as much as several small blocks; attention over long documents outweighs it."""
+    """The last stage has the head, which costs as much as several small blocks; attention over long
+    documents outweighs it."""
     shape = PRESETS["llama-3.2-1b"].model_copy(update={"vocab_size": 128_256})
     assert [len(layers) for layers in split_layers(shape.spec, 4, keys=0)] == [5, 5, 5, 1]
     assert [len(layers) for layers in split_layers(shape.spec, 4, keys=10_000_000)] == [4, 4, 4, 4]
@@ -103,8 +133,12 @@ def test_stages_by_cost() -> None:
 
 
 def test_a_rank_that_fails(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """The other ranks end within the timeout, with an error that names step, micro-batch, stage and layer."""
+    """The other ranks end within the timeout, with an error that names step, micro-batch, stage and
+    layer."""
     settings = [*pipeline(2), HALF, *STATIC]
     with pytest.raises(AssertionError) as caught:
         workers.run(training_cases.with_rank_1_failing, 4, store, tmp_path, "dies", settings)
-    assert "rank 0: step 2, micro-batch 0, stage 0, forward pass, attention last in layer 1, forward pass" in str(caught.value)
+    assert (
+        "rank 0: step 2, micro-batch 0, stage 0, forward pass, attention last in layer 1, forward "
+        "pass" in str(caught.value)
+    )

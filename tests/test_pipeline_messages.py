@@ -1,8 +1,10 @@
-"""Messages of pipelines, and of ring attention inside their stages, meet in order; checked without sending any.
+"""Messages of pipelines, and of ring attention inside their stages, meet in order; checked without
+sending any.
 
-Every rank runs torch's schedule and our stages alone, with stand-ins for torch's messages that only record them. On NCCL, torch
-sends a batch over the communicator of its group, but a message without a batch over a communicator of its two ranks alone: so a
-message never arrives if only one of its ends is in a batch, and the order counts on every communicator by itself.
+Every rank runs torch's schedule and our stages alone, with stand-ins for torch's messages that only
+record them. On NCCL, torch sends a batch over the communicator of its group, but a message without
+a batch over a communicator of its two ranks alone: so a message never arrives if only one of its
+ends is in a batch, and the order counts on every communicator by itself.
 """
 
 from collections import defaultdict
@@ -43,7 +45,8 @@ class Group:
 
 @dataclass
 class Message:
-    """One end of a message. Shape and name are equal at both ends; the name is pass, receiving stage and micro-batch."""
+    """One end of a message. Shape and name are equal at both ends; the name is pass, receiving
+    stage and micro-batch."""
 
     sender: int
     receiver: int
@@ -62,7 +65,11 @@ class Post:
     @property
     def pair(self) -> frozenset[int] | None:
         """The two ranks whose own communicator torch uses; None: that of the group."""
-        return None if self.batched else frozenset((self.messages[0].sender, self.messages[0].receiver))
+        return (
+            None
+            if self.batched
+            else frozenset((self.messages[0].sender, self.messages[0].receiver))
+        )
 
 
 class Operation:
@@ -85,7 +92,8 @@ class Operation:
 
 @dataclass
 class Recorder:
-    """Stands for torch's messages on one rank: records them and sends nothing; what it receives is 0, or 1 in integers."""
+    """Stands for torch's messages on one rank: records them and sends nothing; what it receives is
+    0, or 1 in integers."""
 
     rank: int
     log: list[Post] = field(default_factory=list)
@@ -112,7 +120,8 @@ class Recorder:
             yield
 
     def _named(self, name: str, step: int) -> Callable[[PipelineStage, int], list[Operation]]:
-        """Returns a stage's method with operations that carry pass, receiving stage and micro-batch."""
+        """Returns a stage's method with operations that carry pass, receiving stage and
+        micro-batch."""
         method = getattr(PipelineStage, f"get_{name}_ops")
 
         def operations(stage: PipelineStage, micro_batch: int) -> list[Operation]:
@@ -124,11 +133,21 @@ class Recorder:
         return operations
 
     def batch_isend_irecv(self, operations: list[Operation]) -> list[Any]:
-        messages = [self._message(one.op == dist.isend, one.tensor, one.peer, one.tag or "ring") for one in operations]
+        messages = [
+            self._message(one.op == dist.isend, one.tensor, one.peer, one.tag or "ring")
+            for one in operations
+        ]
         assert len({one.group.name for one in operations}) == 1
         return [self._posted(Post(operations[0].group, True, messages))]
 
-    def isend(self, tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: Any = 0, group_dst: int = -1) -> Any:
+    def isend(
+        self,
+        tensor: torch.Tensor,
+        dst: int | None = None,
+        group: Any = None,
+        tag: Any = 0,
+        group_dst: int = -1,
+    ) -> Any:
         peer = group.ranks[group_dst] if dst is None else dst
         storage = StorageWeakRef(tensor.untyped_storage())
         self.sent.append(storage)
@@ -136,12 +155,20 @@ class Recorder:
         posted = self._posted(Post(group, False, [self._message(True, tensor, peer, tag)]))
 
         def wait() -> None:
-            assert tag or not storage.expired(), "freed before it was sent"  # tags are of torch's schedules
+            # Tags are of torch's schedules.
+            assert tag or not storage.expired(), "freed before it was sent"
             posted.wait()
 
         return SimpleNamespace(wait=wait)
 
-    def irecv(self, tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: Any = 0, group_src: int = -1) -> Any:
+    def irecv(
+        self,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        group: Any = None,
+        tag: Any = 0,
+        group_src: int = -1,
+    ) -> Any:
         peer = group.ranks[group_src] if src is None else src
         return self._posted(Post(group, False, [self._message(False, tensor, peer, tag)]))
 
@@ -159,7 +186,9 @@ class Recorder:
 
     @torch.no_grad()
     def _message(self, sends: bool, tensor: torch.Tensor, peer: int, name: Any) -> Message:
-        message = Message(*((self.rank, peer) if sends else (peer, self.rank)), tuple(tensor.shape) or (1,), name)
+        message = Message(
+            *((self.rank, peer) if sends else (peer, self.rank)), tuple(tensor.shape) or (1,), name
+        )
         if not sends:
             tensor.fill_(0 if tensor.is_floating_point() else 1)
         if name == 0 and tensor.is_floating_point():  # of `PipelineRun.forward`: others have names
@@ -180,8 +209,8 @@ class Run:
     """Steps of a pipeline over a domain; world ranks as in `longctx.parallel.mesh`.
 
     Attributes:
-        domain: ranks of each stage.
-        steps: (whether it trains or validates, documents of each micro-batch: lengths and placements).
+        domain: ranks of each stage. steps: (whether it trains or validates, documents of each
+        micro-batch: lengths and placements).
     """
 
     pipeline: Pipeline
@@ -194,7 +223,9 @@ class Run:
 
     def recorded(self, rank: int) -> Recorder:
         place, mine = divmod(rank, self.domain)
-        column = Group("pipeline", tuple(range(mine, self.pipeline.ranks * self.domain, self.domain)))
+        column = Group(
+            "pipeline", tuple(range(mine, self.pipeline.ranks * self.domain, self.domain))
+        )
         domain = Group("exchange", tuple(range(place * self.domain, (place + 1) * self.domain)))
         stages = range(place, self.pipeline.stages, self.pipeline.ranks)
         shape = ModelShape(
@@ -208,7 +239,11 @@ class Run:
         )
         model = Decoder(shape, stages)
         mesh = SimpleNamespace(
-            pipeline=column, device=torch.device("cpu"), tensor=SimpleNamespace(size=lambda: 1), pipeline_rank=place, ends=None
+            pipeline=column,
+            device=torch.device("cpu"),
+            tensor=SimpleNamespace(size=lambda: 1),
+            pipeline_rank=place,
+            ends=None,
         )
         recorder = Recorder(rank)
         with recorder.installed():
@@ -218,12 +253,18 @@ class Run:
             run: Any = PipelineRun(model, held, self.pipeline, mesh, ROWS, torch.float32)  # type: ignore[arg-type]  # a stand-in for the mesh
             for trains, micro_batches in self.steps:
 
-                def inputs(number: int, given: Any = micro_batches, trains: bool = trains) -> Inputs:
+                def inputs(
+                    number: int, given: Any = micro_batches, trains: bool = trains
+                ) -> Inputs:
                     lengths, placements = given[number] if number < len(given) else ((), ())
                     layout = Layout.of(placements, lengths, number, mine)
                     attention = RingAttention(layout, group=domain)  # type: ignore[arg-type]  # a stand-in
                     rows = torch.zeros(layout.tokens, dtype=torch.int64)
-                    head = (lambda x, weight: (x @ weight.T).sum()) if trains else (lambda x, weight: x[:, 0])
+                    head = (
+                        (lambda x, weight: (x @ weight.T).sum())
+                        if trains
+                        else (lambda x, weight: x[:, 0])
+                    )
                     return Inputs(f"micro-batch {number}", rows, rows, attention, head)
 
                 (run.forward_backward if trains else run.forward)(len(micro_batches), inputs)
@@ -243,7 +284,11 @@ def runs(draw: st.DrawFn, chunked: bool) -> Run:
         return (draw(st.integers(1, 4)),), (Placement(0, draw(st.integers(0, domain - 1)), 1),)
 
     steps = draw(st.lists(st.tuples(st.booleans(), st.integers(1, 7)), min_size=1, max_size=2))
-    return Run(pipeline, domain, tuple((trains, tuple(micro_batch() for _ in range(count))) for trains, count in steps))
+    return Run(
+        pipeline,
+        domain,
+        tuple((trains, tuple(micro_batch() for _ in range(count))) for trains, count in steps),
+    )
 
 
 Communicator = Callable[[Post], Hashable]
@@ -254,7 +299,8 @@ COMMUNICATORS: dict[str, Communicator] = {
 
 
 def mismatched(logs: list[list[Post]], communicator: Communicator) -> list[Any]:
-    """Returns the communicators and directions in which ranks do not receive what is sent to them, in order."""
+    """Returns the communicators and directions in which ranks do not receive what is sent to them,
+    in order."""
     ends: dict[Any, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for rank, log in enumerate(logs):
         for post in log:
@@ -283,14 +329,18 @@ def numbered(log: list[Post], communicator: Communicator) -> list[set[Any]]:
 def test_messages_of_pipelines_meet(data: st.DataObject, chunked: bool) -> None:
     """Of training and validation, one after the other, with ring attention inside the stages.
 
-    Even if a rank posts only when all that it has posted before has ended, on all communicators: then no limit of streams or of
-    a GPU, and no connection that is made when both ends first use it, can stop the ranks.
+    Even if a rank posts only when all that it has posted before has ended, on all communicators:
+    then no limit of streams or of a GPU, and no connection that is made when both ends first use
+    it, can stop the ranks.
     """
     run = data.draw(runs(chunked))
     logs = [run.log(rank) for rank in range(run.pipeline.ranks * run.domain)]
     for communicator in COMMUNICATORS.values():
         assert mismatched(logs, communicator) == []
-        posts = [[Batch(None, messages, frozenset()) for messages in numbered(log, communicator)] for log in logs]
+        posts = [
+            [Batch(None, messages, frozenset()) for messages in numbered(log, communicator)]
+            for log in logs
+        ]
         assert left_over(posts) == 0
 
 
@@ -300,5 +350,9 @@ def test_validation_keeps_two_sent_tensors(chunks: int) -> None:
     micro_batches = (((3,), (Placement(0, 0, 1),)),) * 9
     run = Run(Pipeline(3, chunks), 1, ((False, micro_batches),))
     recorders = [run.recorded(rank) for rank in range(3)]
-    assert [len(recorder.sent) for recorder in recorders] == [9 * chunks, 9 * chunks, 9 * (chunks - 1)]
+    assert [len(recorder.sent) for recorder in recorders] == [
+        9 * chunks,
+        9 * chunks,
+        9 * (chunks - 1),
+    ]
     assert all(recorder.most <= 2 for recorder in recorders)

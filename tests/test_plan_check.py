@@ -1,4 +1,5 @@
-"""The checker rejects every kind of broken plan and names document, micro-batch and rank; impossible requests are refused."""
+"""The checker rejects every kind of broken plan and names document, micro-batch and rank;
+impossible requests are refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,12 +35,21 @@ FIRST, SECOND = [Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 2)]
         ([FIRST, [Placement(2, 3, 2)]], "document 2 in micro-batch 1 .*ranks 3 to 4.*has 4"),
         ([[FIRST[0], Placement(1, 4, 1)], SECOND], "document 1 in micro-batch 0 .*ranks 4 to 4"),
         ([[FIRST[0], Placement(1, -1, 1)], SECOND], "document 1 in micro-batch 0 is malformed.*-1"),
-        ([[FIRST[0], Placement(1, 0, 0)], SECOND], "document 1 in micro-batch 0 is malformed.*degree 0"),
+        (
+            [[FIRST[0], Placement(1, 0, 0)], SECOND],
+            "document 1 in micro-batch 0 is malformed.*degree 0",
+        ),
         ([[FIRST[0], Placement(3, 0, 1)], SECOND], "document 3 in micro-batch 0 does not exist"),
-        ([[Placement(0, 0, 3), FIRST[1]], SECOND], r"rank 0 holds 120 tokens in micro-batch 0 .*\[0, 1\].*100"),
+        (
+            [[Placement(0, 0, 3), FIRST[1]], SECOND],
+            r"rank 0 holds 120 tokens in micro-batch 0 .*\[0, 1\].*100",
+        ),
         ([FIRST, [Placement(2, 2, 1)]], "rank 2 holds 150 tokens in micro-batch 1"),
         ([FIRST, []], "micro-batch 1 has no document"),
-        ([FIRST, [Placement(2, 2, 2, rounds=0)]], "document 2 in micro-batch 1 has 0 exchange rounds"),
+        (
+            [FIRST, [Placement(2, 2, 2, rounds=0)]],
+            "document 2 in micro-batch 1 has 0 exchange rounds",
+        ),
         ({"ranks": 0}, "ranks 0"),
         ({"tokens_per_rank": 1.5}, "tokens_per_rank 1.5"),
         ({"lengths": (300, 0, 150)}, "document 1 has length 0"),
@@ -52,7 +62,8 @@ def test_each_broken_plan_is_caught(plan: Plan, change: Any, message: str) -> No
 
 
 def test_one_token_over_the_budget_is_caught() -> None:
-    """7 tokens on two ranks are split into 3 and 4, so a budget of 3 is one too small on one of the ranks."""
+    """7 tokens on two ranks are split into 3 and 4, so a budget of 3 is one too small on one of the
+    ranks."""
     plan = Plan("auto", "search", 2, 3, (7,), ((Placement(0, 0, 2),),), H100)
     with pytest.raises(PlanError, match="rank 1 holds 4 tokens in micro-batch 0"):
         check_plan(plan)
@@ -77,7 +88,8 @@ def request(**change: Any) -> dict[str, Any]:
         ({"lengths": [5, 1 << 70]}, "document 1"),
         (
             {"lengths": [5, 900, 600]},
-            r"document 1 has 900 tokens, but 4 ranks of 128 .*512.*1 more.*tokens_per_rank to 225, use 8 ranks",
+            r"document 1 has 900 tokens, but 4 ranks of 128 .*512.*1 more.*tokens_per_rank to 225, "
+            r"use 8 ranks",
         ),
         ({"ranks": 0}, "ranks is 0"),
         ({"ranks": 2.5}, "ranks is 2.5"),
@@ -86,12 +98,16 @@ def request(**change: Any) -> dict[str, Any]:
         ({"mode": "dynamic"}, "mode is 'dynamic'.*auto, static, bins"),
         ({"degree": 2}, "degree is 2, but mode is auto"),
         ({"mode": "static", "degree": 5}, "degree is 5.*1..4"),
-        ({"mode": "static", "degree": 1}, "document 1 has 200 tokens, but 1 ranks of 128.*degree 2"),
+        (
+            {"mode": "static", "degree": 1},
+            "document 1 has 200 tokens, but 1 ranks of 128.*degree 2",
+        ),
         ({"mode": "static", "bins": {200: 2}}, "bins are given, but mode is static"),
         ({"mode": "bins", "bins": {150: 1}}, "document 1 has 200 tokens, but the bins end at 150"),
         (
             {"mode": "bins", "bins": {200: 1}},
-            "document 1 has 200 tokens, but degree 1 of its bin holds at most 128: raise .* to 2, or tokens_per_rank to 200",
+            "document 1 has 200 tokens, but degree 1 of its bin holds at most 128: raise .* to 2, "
+            "or tokens_per_rank to 200",
         ),
         ({"mode": "bins", "bins": {200: 5}}, "bin 200 has degree 5: must be in 1..4"),
         ({"mode": "bins", "bins": {}}, "the table must not be empty"),
@@ -122,7 +138,9 @@ def test_auto_leaves_out_bins_that_do_not_hold_the_documents() -> None:
 
 
 def test_given_bins_are_followed() -> None:
-    plan = make_plan(**request(lengths=np.array([50, 60, 300, 128, 129]), mode="bins", bins={128: 1, 512: 4}))
+    plan = make_plan(
+        **request(lengths=np.array([50, 60, 300, 128, 129]), mode="bins", bins={128: 1, 512: 4})
+    )
     degree = {p.document: p.degree for micro_batch in plan.micro_batches for p in micro_batch}
     assert degree == {0: 1, 1: 1, 2: 4, 3: 1, 4: 4}
     assert plan.winner == "bins"

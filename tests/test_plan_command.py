@@ -1,4 +1,5 @@
-"""`longctx plan` from the command line: drawing, JSON, picture, stores, and what it says about bad input."""
+"""`longctx plan` from the command line: drawing, JSON, picture, stores, and what it says about bad
+input."""
 
 import json
 import re
@@ -48,7 +49,18 @@ def drawn(made: Plan, width: int) -> list[str]:
 
 
 def plan(lengths: Path, *more: str, ranks: int = 4, tokens: int = 8192) -> int:
-    return main(["plan", "--lengths", str(lengths), "--ranks", str(ranks), "--tokens-per-rank", str(tokens), *more])
+    return main(
+        [
+            "plan",
+            "--lengths",
+            str(lengths),
+            "--ranks",
+            str(ranks),
+            "--tokens-per-rank",
+            str(tokens),
+            *more,
+        ]
+    )
 
 
 def test_json_is_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +75,9 @@ def test_json_is_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert data["hash"] == made.hash
 
 
-def test_drawing_shows_rings_across_ranks(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawing_shows_rings_across_ranks(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan(lengths, "--mode", "static", "--degree", "4") == 0
     out = capsys.readouterr().out
     assert "static → static:4" in out
@@ -74,18 +88,24 @@ def test_drawing_shows_rings_across_ranks(lengths: Path, capsys: pytest.CaptureF
     assert "as fast as fixed static" not in out, "it is static itself"
 
 
-def test_the_gain_over_fixed_static_is_said_first(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gain_over_fixed_static_is_said_first(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan(lengths) == 0
     made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100)
     out = flat(capsys)
     assert ("no plan takes less than" in out) == (tight_bound_s(made) > 1.0005 * made.lower_bound_s)
     fixed = plan_fixed_static(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100, degree=4)
     speedup = f"{fixed.makespan_s / made.makespan_s:.2f}×"
-    assert f"{speedup} as fast as fixed static: degree 4 for every document takes {fixed.makespan_s:.4g} s" in out
+    assert (
+        f"{speedup} as fast as fixed static: degree 4 for every document takes "
+        f"{fixed.makespan_s:.4g} s" in out
+    )
 
 
 def test_no_two_documents_have_the_same_sign() -> None:
-    """200 documents on 8 ranks: every number on a row is of a document that the rank holds, and is there once."""
+    """200 documents on 8 ranks: every number on a row is of a document that the rank holds, and is
+    there once."""
     made = make_plan([6000, 3000, 30_000, 900] * 50, ranks=8, tokens_per_rank=16384, profile=H100)
     rows = [line for line in drawn(made, 4000) if line.startswith("rank ")]
     ranks: dict[int, list[int]] = {}
@@ -109,14 +129,18 @@ def test_drawings_fit_the_terminal() -> None:
     assert max(map(len, lines)) <= 60
 
 
-def test_a_picture_says_what_it_shows(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_says_what_it_shows(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100)
     fixed = plan_fixed_static(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100, degree=4)
     picture = tmp_path / "plan.png"
     assert plan(lengths, "--png", str(picture)) == 0
     with Image.open(picture) as image:
         shown = json.loads(image.info["Description"])
-    assert [panel["plan"] for panel in shown["panels"]] == [fixed.hash, made.hash], "the baseline stands above"
+    assert [panel["plan"] for panel in shown["panels"]] == [fixed.hash, made.hash], (
+        "the baseline stands above"
+    )
     assert shown["speedup"] == f"{fixed.makespan_s / made.makespan_s:.2f}×"
     assert shown["panels"][0]["name"] == f"Fixed static, degree 4 for all: {fixed.makespan_s:.3g} s"
     assert plan(lengths, "--png", str(tmp_path / "plan.svg")) == 0
@@ -134,7 +158,9 @@ def test_a_mix_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*request, "--documents", "5", "--seed", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["lengths"] == load_mix("wlb_128k").draw(5, seed=3)
     assert main([*request, "--global-tokens", "100"]) == 2
-    assert "--global-tokens needs a store, but the lengths come from a mix" in capsys.readouterr().err
+    assert (
+        "--global-tokens needs a store, but the lengths come from a mix" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,8 +176,15 @@ def test_a_mix_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
         ("5\n", ["--profile", "h900"], "no hardware profile 'h900'"),
         ("5\n", ["--degree", "2"], "degree is 2, but mode is auto"),
         ("500\n", ["--mode", "bins", "--bins", "100:1"], "the bins end at 100"),
-        *(("5\n", ["--mode", "bins", f"--bins={bins}"], "--bins") for bins in ("", "8192", "8192:x", "a:1", "1:1,1:2", "-4:1")),
-        ("5\n", ["--pipeline-chunks", "2"], "several chunks need a pipeline of 2 or more ranks; use 1 chunk, or 2 or more"),
+        *(
+            ("5\n", ["--mode", "bins", f"--bins={bins}"], "--bins")
+            for bins in ("", "8192", "8192:x", "a:1", "1:1,1:2", "-4:1")
+        ),
+        (
+            "5\n",
+            ["--pipeline-chunks", "2"],
+            "several chunks need a pipeline of 2 or more ranks; use 1 chunk, or 2 or more",
+        ),
         ("5\n", ["--global-tokens", "100"], "--global-tokens needs a store"),
         ("5\n", ["--seed", "1"], "--seed needs a mix or store"),
         ("5\n", ["--png", "missing/plan.png"], "missing/plan.png cannot be written"),
@@ -159,7 +192,11 @@ def test_a_mix_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_requests_are_named(
-    tmp_path: Path, text: str | None, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    text: str | None,
+    more: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if text is not None:
         (tmp_path / "bad.txt").write_text(text, "latin-1")
@@ -187,17 +224,23 @@ def test_the_bins_of_a_plan_can_be_pasted_into_settings(
     assert json.loads(capsys.readouterr().out)["hash"] == derived["hash"]
 
 
-def test_json_has_the_bins_of_a_plan_of_bins_alone(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_bins_of_a_plan_of_bins_alone(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bins = {600: 1, 12000: 2, 20000: 3, 40000: 4}
     assert plan(lengths, "--mode", "bins", "--bins", "600:1,12000:2,20000:3,40000:4", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100, mode="bins", bins=bins)
-    assert data["hash"] == made.hash and data["bins"] == {str(longest): degree for longest, degree in bins.items()}
+    assert data["hash"] == made.hash and data["bins"] == {
+        str(longest): degree for longest, degree in bins.items()
+    }
     assert plan(lengths, "--json") == 0
     assert "bins" not in json.loads(capsys.readouterr().out)
 
 
-def test_bins_hold_what_only_an_odd_degree_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bins_hold_what_only_an_odd_degree_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """18 tokens fit 6 ranks of 3, but the last bin of the derived table ends before."""
     path, planned = tmp_path / "odd.txt", []
     for length in range(1, 19):
@@ -218,22 +261,38 @@ def test_a_plan_in_a_pipeline(lengths: Path, capsys: pytest.CaptureFixture[str])
     assert made["bubble_share"] > 0
 
 
-def test_a_store_gives_the_documents_of_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_gives_the_documents_of_one_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(12):
         (texts / f"{i}.txt").write_text("word " * (10 + 40 * i))
     store = tmp_path / "store"
-    assert main(["prepare", "--source", str(texts), "--out", str(store), "--tokenizer", "bytes"]) == 0
+    assert (
+        main(["prepare", "--source", str(texts), "--out", str(store), "--tokenizer", "bytes"]) == 0
+    )
     capsys.readouterr()
     assert plan(store, "--json", "--global-tokens", "3000", ranks=2, tokens=400) == 0
     data = json.loads(capsys.readouterr().out)
     assert 3000 <= sum(data["lengths"]) < 3800
     assert max(data["lengths"]) <= 800
     assert plan(store, "--json", "--global-tokens", "3000", ranks=2, tokens=401) == 0
-    assert json.loads(capsys.readouterr().out)["lengths"] == data["lengths"], "an odd token holds nothing of a ring"
+    assert json.loads(capsys.readouterr().out)["lengths"] == data["lengths"], (
+        "an odd token holds nothing of a ring"
+    )
     assert plan(store, ranks=2, tokens=400) == 0
     assert "the first step of" in capsys.readouterr().out
-    settings = ["--ranks", "2", "--tokens-per-rank", "400", "--global-tokens", "3000", "--steps", "1", "--json"]
+    settings = [
+        "--ranks",
+        "2",
+        "--tokens-per-rank",
+        "400",
+        "--global-tokens",
+        "3000",
+        "--steps",
+        "1",
+        "--json",
+    ]
     assert main(["compare", "--lengths", str(store), *settings]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["makespan_s"] == data["makespan_s"]

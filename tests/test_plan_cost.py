@@ -1,4 +1,5 @@
-"""Compares the vectorized cost model with a slow plain-Python version of the formulas, rank by rank."""
+"""Compares the vectorized cost model with a slow plain-Python version of the formulas, rank by
+rank."""
 
 import itertools
 import math
@@ -27,7 +28,9 @@ def plain_efficiency(profile: HardwareProfile, segment: Fraction) -> float:
         return table[0][1]
     for (x0, y0), (x1, y1) in itertools.pairwise(table):
         if segment <= x1:
-            return y0 + (y1 - y0) * (math.log2(segment) - math.log2(x0)) / (math.log2(x1) - math.log2(x0))
+            return y0 + (y1 - y0) * (math.log2(segment) - math.log2(x0)) / (
+                math.log2(x1) - math.log2(x0)
+            )
     return table[-1][1]
 
 
@@ -39,8 +42,18 @@ def plain_attention_s(profile: HardwareProfile, length: int, degree: int) -> flo
 def plain_time_s(
     profile: HardwareProfile, lengths: list[int], rings: list[tuple[int, int, int, bool]], rank: int
 ) -> tuple[float, float]:
-    """Returns (time, exposed) of one rank that holds shards of `rings`: (document, first rank, degree, reversed)."""
-    tokens, attention, intra, inter, mates, split, near_states, far_states = 0, 0.0, 0.0, 0.0, False, 0, 0.0, 0.0
+    """Returns (time, exposed) of one rank that holds shards of `rings`: (document, first rank,
+    degree, reversed)."""
+    tokens, attention, intra, inter, mates, split, near_states, far_states = (
+        0,
+        0.0,
+        0.0,
+        0.0,
+        False,
+        0,
+        0.0,
+        0.0,
+    )
     received = 0.0
     node = rank // profile.ranks_per_node
     for document, first, degree, reverse in rings:
@@ -58,16 +71,25 @@ def plain_time_s(
             near_states += near * profile.state_bytes / profile.intra_node_bytes_per_s
             far_states += far * profile.state_bytes / profile.inter_node_bytes_per_s
             size = lengths[document] / degree * profile.kv_bytes_per_token
-            if profile.exchange_levels == 2:  # ranks of the node share the received rows and pass them on
+            # Ranks of the node share the received rows and pass them on.
+            if profile.exchange_levels == 2:
                 passed_on = far * near / (near + 1)
                 near, far = near + passed_on, far / (near + 1)
             intra += size * near / profile.intra_node_bytes_per_s
             inter += size * far / profile.inter_node_bytes_per_s
     exchange = profile.latency_s * (not profile.state_bytes) + max(intra, inter) if mates else 0.0
-    states = profile.latency_s * bool(profile.state_bytes) + max(near_states, far_states) if mates else 0.0
+    states = (
+        profile.latency_s * bool(profile.state_bytes) + max(near_states, far_states)
+        if mates
+        else 0.0
+    )
     linear = profile.linear_s_per_token * tokens
     in_queries = min(profile.overlap * profile.query_share * linear, 2 / 3 * exchange)
-    exposed = max(0.0, exchange - profile.overlap * attention - in_queries) + states + profile.split_s_per_token * split
+    exposed = (
+        max(0.0, exchange - profile.overlap * attention - in_queries)
+        + states
+        + profile.split_s_per_token * split
+    )
     exposed += profile.received_s_per_token * received
     return linear + attention + exposed, exposed
 
@@ -75,18 +97,29 @@ def plain_time_s(
 @st.composite
 def assignments(draw: st.DrawFn) -> tuple[list[int], int, Assignment]:
     ranks = draw(st.integers(1, 20))
-    lengths = draw(st.lists(st.one_of(st.integers(1, 50), st.integers(1, 40_000)), min_size=1, max_size=12))
+    lengths = draw(
+        st.lists(st.one_of(st.integers(1, 50), st.integers(1, 40_000)), min_size=1, max_size=12)
+    )
     rows = []
     for _ in lengths:
         degree = draw(st.integers(1, ranks))
-        rows.append((draw(st.integers(0, 2)), draw(st.integers(0, ranks - degree)), degree, draw(st.booleans())))
+        rows.append(
+            (
+                draw(st.integers(0, 2)),
+                draw(st.integers(0, ranks - degree)),
+                degree,
+                draw(st.booleans()),
+            )
+        )
     micro_batch, first, degree_, reverse = (np.array(column) for column in zip(*rows, strict=True))
     return lengths, ranks, Assignment(micro_batch, first, degree_, reverse)
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(assignments(), profiles())
-def test_score_equals_the_plain_reference(case: tuple[list[int], int, Assignment], profile: HardwareProfile) -> None:
+def test_score_equals_the_plain_reference(
+    case: tuple[list[int], int, Assignment], profile: HardwareProfile
+) -> None:
     lengths, ranks, a = case
     result = score(profile, np.array(lengths), a, ranks)
     total = profile.step_s
@@ -97,10 +130,13 @@ def test_score_equals_the_plain_reference(case: tuple[list[int], int, Assignment
             if a.micro_batch[i] == k
         ]
         plain = [plain_time_s(profile, lengths, rings, rank) for rank in range(ranks)]
-        rounding = 1e-9 * (4 + 2 * ranks * len(lengths))  # each document and each peer is rounded up to a nanosecond
+        # Each document and each peer is rounded up to a nanosecond.
+        rounding = 1e-9 * (4 + 2 * ranks * len(lengths))
         for rank, (time, exposed) in enumerate(plain):
             assert result.time[k, rank] / 1e9 == pytest.approx(time, rel=1e-9, abs=rounding)
-            assert result.exposed[k, rank] / 1e9 == pytest.approx(exposed, rel=1e-6, abs=rounding + 1e-9 * time)
+            assert result.exposed[k, rank] / 1e9 == pytest.approx(
+                exposed, rel=1e-6, abs=rounding + 1e-9 * time
+            )
         total += profile.launch_s + max(time for time, _ in plain)
     assert result.makespan_ns / 1e9 == pytest.approx(total, rel=1e-9, abs=1e-6)
     assert 0 <= result.idle_share < 1
@@ -108,23 +144,37 @@ def test_score_equals_the_plain_reference(case: tuple[list[int], int, Assignment
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=20), st.integers(1, 64), st.integers(1, 20_000), profiles())
-def test_bound_equals_the_plain_reference(lengths: list[int], ranks: int, budget: int, profile: HardwareProfile) -> None:
+@given(
+    st.lists(st.integers(1, 100_000), min_size=1, max_size=20),
+    st.integers(1, 64),
+    st.integers(1, 20_000),
+    profiles(),
+)
+def test_bound_equals_the_plain_reference(
+    lengths: list[int], ranks: int, budget: int, profile: HardwareProfile
+) -> None:
     work = 0.0
     for s in lengths:
         least = -(-s // budget)
         work += profile.linear_s_per_token * s + plain_attention_s(profile, s, least) * least
-    expected = profile.step_s + profile.launch_s * -(-sum(lengths) // (ranks * budget)) + work / ranks
-    assert step_bound_ns(profile, np.array(lengths), ranks, budget) / 1e9 == pytest.approx(expected, rel=1e-9, abs=1e-7)
+    expected = (
+        profile.step_s + profile.launch_s * -(-sum(lengths) // (ranks * budget)) + work / ranks
+    )
+    assert step_bound_ns(profile, np.array(lengths), ranks, budget) / 1e9 == pytest.approx(
+        expected, rel=1e-9, abs=1e-7
+    )
 
 
 def test_a_worked_example() -> None:
-    """One document of 8192 tokens on two ranks, 4096 each: as efficient as an unsplit document of 8192 / 1.3 tokens, between
-    the points at 2048 (85 %) and 8192 (100 %). Attention hides the exchange."""
+    """One document of 8192 tokens on two ranks, 4096 each: as efficient as an unsplit document of
+    8192 / 1.3 tokens, between the points at 2048 (85 %) and 8192 (100 %). Attention hides the
+    exchange."""
     a = Assignment(np.array([0]), np.array([0]), np.array([2]), np.array([False]))
     result = score(H100, np.array([8192]), a, 2)
     attention = 1.74e-9 * 8192**2 / 2 / (1 - 0.15 * math.log2(1.3) / 2)
-    assert result.makespan_ns == pytest.approx((0.3 + 0.05 + 8.9e-5 * 4096 + attention) * 1e9, abs=5)
+    assert result.makespan_ns == pytest.approx(
+        (0.3 + 0.05 + 8.9e-5 * 4096 + attention) * 1e9, abs=5
+    )
     assert result.exposed_share == result.idle_share == 0
 
 
@@ -136,7 +186,9 @@ def test_attention_does_not_fall_when_a_document_is_split_further() -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(assignments(), profiles())
-def test_no_assignment_beats_the_tight_bound(case: tuple[list[int], int, Assignment], profile: HardwareProfile) -> None:
+def test_no_assignment_beats_the_tight_bound(
+    case: tuple[list[int], int, Assignment], profile: HardwareProfile
+) -> None:
     """Any assignment is a valid plan if the budget is that of its fullest rank."""
     lengths, ranks, a = case
     _, row = np.unique(a.micro_batch, return_inverse=True)
@@ -148,7 +200,8 @@ def test_no_assignment_beats_the_tight_bound(case: tuple[list[int], int, Assignm
 
 
 def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None:
-    """On a slow network the longest document stays in a node, and the budget of other ranks is too small to keep them busy."""
+    """On a slow network the longest document stays in a node, and the budget of other ranks is too
+    small to keep them busy."""
     slow = replace(H100, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 64)
     lengths = np.array([65536, *[2000] * 400])
     alone = int(document_bound_ns(slow, lengths[:1], np.arange(1, 65), 8192).min())
@@ -156,14 +209,25 @@ def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None
     plan = make_plan(lengths.tolist(), ranks=64, tokens_per_rank=8192, profile=slow)
     tight = tight_step_bound_ns(slow, lengths, 64, 8192) / 1e9
     assert step_bound_ns(slow, lengths, 64, 8192) / 1e9 < fixed + alone / 1e9 < tight - 0.4
-    assert tight <= plan.makespan_s < 1.02 * tight  # which counts neither waits nor the price of rounds
+    # Which counts neither waits nor the price of rounds.
+    assert tight <= plan.makespan_s < 1.02 * tight
 
 
 def test_the_tight_bound_of_one_document_is_nearly_its_best_degree() -> None:
-    """For 131072 tokens on 64 ranks, the bound accounts for every degree being slower than even work at full efficiency."""
-    straight, length, degrees = replace(H100, exchange_levels=1), np.array([131072]), np.arange(1, 65)
+    """For 131072 tokens on 64 ranks, the bound accounts for every degree being slower than even
+    work at full efficiency."""
+    straight, length, degrees = (
+        replace(H100, exchange_levels=1),
+        np.array([131072]),
+        np.arange(1, 65),
+    )
     best = min(
-        score(straight, length, Assignment(np.array([0]), np.array([0]), np.array([d]), np.array([False])), 64).makespan_ns
+        score(
+            straight,
+            length,
+            Assignment(np.array([0]), np.array([0]), np.array([d]), np.array([False])),
+            64,
+        ).makespan_ns
         for d in degrees[7:]
     )
     assert 0.999 * best <= tight_step_bound_ns(straight, length, 64, 16384) <= best
@@ -188,7 +252,11 @@ def test_a_ring_with_states_is_between_its_bound_and_its_estimate(
     length: int, degree: int, first: int, profile: HardwareProfile
 ) -> None:
     profile = replace(profile, state_bytes=max(1e6, profile.state_bytes))
-    lengths, degrees, offset = np.array([length]), np.array([degree]), np.array([first % profile.ranks_per_node])
+    lengths, degrees, offset = (
+        np.array([length]),
+        np.array([degree]),
+        np.array([first % profile.ranks_per_node]),
+    )
     a = Assignment(np.array([0]), np.array([first]), degrees, np.array([False]))
     timed = score(profile, lengths, a, 80)
     exact, states = int(timed.time.max()), states_ns(profile, lengths, a, (1, 80))
@@ -196,5 +264,8 @@ def test_a_ring_with_states_is_between_its_bound_and_its_estimate(
     assert exact <= int(alone_ns(profile, lengths, degrees, offset)[0]) + 4 * degree + 6
     nothing = dict.fromkeys(BESIDE, 0.0)
     without = score(replace(profile, **nothing, latency_s=0.0), lengths, a, 80)
-    assert (timed.time == without.time + states).all() and (states[:, first : first + degree] > 0).all()  # nothing hides them
+    # Nothing hides them.
+    assert (timed.time == without.time + states).all() and (
+        states[:, first : first + degree] > 0
+    ).all()
     assert choose_rounds(profile, lengths, a, timed)[1].makespan_ns >= timed.makespan_ns

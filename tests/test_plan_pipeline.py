@@ -1,4 +1,5 @@
-"""Plans for pipelines: more and smaller micro-batches, the bubble in the cost, and schedules that can run the plans."""
+"""Plans for pipelines: more and smaller micro-batches, the bubble in the cost, and schedules that
+can run the plans."""
 
 import json
 from dataclasses import asdict, replace
@@ -21,7 +22,9 @@ MIXED = [30_000, 12_000, 9_000, *[700 + 50 * i for i in range(60)]]
 
 
 def plan(lengths: list[int], pipeline: Pipeline, mode: str = "auto") -> Plan:
-    return make_plan(lengths, ranks=4, tokens_per_rank=16384, profile=H100, mode=mode, pipeline=pipeline)
+    return make_plan(
+        lengths, ranks=4, tokens_per_rank=16384, profile=H100, mode=mode, pipeline=pipeline
+    )
 
 
 def test_the_bubble_is_that_of_the_longest_micro_batch() -> None:
@@ -36,12 +39,20 @@ def test_the_bubble_is_that_of_the_longest_micro_batch() -> None:
 
 
 def simulated_1f1b(times: list[float], ranks: int) -> float:
-    """Returns the time when the last rank finishes: forward is a third of a micro-batch's time, messages take no time."""
+    """Returns the time when the last rank finishes: forward is a third of a micro-batch's time,
+    messages take no time."""
     passes = []
     for rank in range(ranks):
         ahead = min(len(times), ranks - rank)
-        rest = [(name, i + shift) for i in range(len(times)) for name, shift in (("backward", 0), ("forward", ahead))]
-        passes.append([("forward", i) for i in range(ahead)] + [(name, i) for name, i in rest if i < len(times)])
+        rest = [
+            (name, i + shift)
+            for i in range(len(times))
+            for name, shift in (("backward", 0), ("forward", ahead))
+        ]
+        passes.append(
+            [("forward", i) for i in range(ahead)]
+            + [(name, i) for name, i in rest if i < len(times)]
+        )
     done: dict[tuple[str, int, int], float] = {}
     clocks = [0.0] * ranks
     while any(passes):
@@ -53,7 +64,10 @@ def simulated_1f1b(times: list[float], ranks: int) -> float:
                     before = ("forward", i, rank)
                 if before[2] >= 0 and before not in done:
                     break
-                clocks[rank] = max(clocks[rank], done.get(before, 0.0)) + times[i] * (1 if name == "forward" else 2) / 3
+                clocks[rank] = (
+                    max(clocks[rank], done.get(before, 0.0))
+                    + times[i] * (1 if name == "forward" else 2) / 3
+                )
                 done[name, i, rank] = clocks[rank]
                 waiting.pop(0)
     return max(clocks)
@@ -62,7 +76,9 @@ def simulated_1f1b(times: list[float], ranks: int) -> float:
 @given(ranks=st.integers(2, 8), extra=st.integers(0, 20))
 def test_the_modelled_bubble_is_that_of_the_schedule(ranks: int, extra: int) -> None:
     micro_batches = ranks + extra
-    assert simulated_1f1b([1.0] * micro_batches, ranks) == pytest.approx(micro_batches + Pipeline(ranks).bubble)
+    assert simulated_1f1b([1.0] * micro_batches, ranks) == pytest.approx(
+        micro_batches + Pipeline(ranks).bubble
+    )
 
 
 def test_the_order_suits_the_schedule() -> None:
@@ -92,7 +108,8 @@ def test_plans_in_pipelines(lengths: list[int], pipeline: Pipeline) -> None:
 
 @given(real=st.integers(1, 200), ranks=st.integers(1, 16), chunks=st.integers(1, 3))
 def test_empty_micro_batches(real: int, ranks: int, chunks: int) -> None:
-    """As few as possible, so that 1F1B has one micro-batch per stage and schedules with chunks have equal rounds."""
+    """As few as possible, so that 1F1B has one micro-batch per stage and schedules with chunks have
+    equal rounds."""
     runs = Pipeline(ranks, chunks).runs(real)
     assert real <= runs < real + ranks
     if chunks == 1:

@@ -1,4 +1,5 @@
-"""Every plan keeps its guarantees for any lengths, ranks, budget and profile; auto is never worse than the other modes."""
+"""Every plan keeps its guarantees for any lengths, ranks, budget and profile; auto is never worse
+than the other modes."""
 
 import json
 from dataclasses import replace
@@ -25,7 +26,9 @@ from longctx.planning.planners.step import Step
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
-HIDDEN_BY_QUERIES = replace(H100, attention_s_per_token2=1e-15, overlap=1.0, query_share=1.0, ranks_per_node=1)
+HIDDEN_BY_QUERIES = replace(
+    H100, attention_s_per_token2=1e-15, overlap=1.0, query_share=1.0, ranks_per_node=1
+)
 
 
 @st.composite
@@ -56,7 +59,8 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, object]:
-    """Draws lengths, ranks and a budget that fit or do not fit, with short, long and exactly full documents."""
+    """Draws lengths, ranks and a budget that fit or do not fit, with short, long and exactly full
+    documents."""
     ranks = draw(st.one_of(st.integers(1, 9), st.sampled_from([12, 24, 48, 64])))
     budget = draw(st.one_of(st.integers(1, 40), st.integers(41, 5000)))
     length = st.one_of(
@@ -70,7 +74,12 @@ def requests(draw: st.DrawFn) -> dict[str, object]:
 
 def image_works() -> st.SearchStrategy[ImageWorks]:
     """Draws images of a few documents, from none to many times the work of the texts."""
-    work = st.builds(ImageWork, st.sampled_from([4, 64, 100]), st.just(0), st.sampled_from([1, 10**6, 3 * 10**6, 10**10]))
+    work = st.builds(
+        ImageWork,
+        st.sampled_from([4, 64, 100]),
+        st.just(0),
+        st.sampled_from([1, 10**6, 3 * 10**6, 10**10]),
+    )
     return st.dictionaries(st.integers(0, 4), st.lists(work, min_size=1, max_size=8), max_size=3)
 
 
@@ -86,15 +95,20 @@ def plan_or_none(**arguments: object) -> Plan | None:
 
 
 FLAT = replace(H100, attention_efficiency=((1, 1.0),), ranks_per_node=1, overlap=0.0)
-"""Reversing documents moves single tokens between ranks, so candidates must be scored as they will run."""
+"""Reversing documents moves single tokens between ranks, so candidates must be scored as they will
+run."""
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(requests(), profiles())
 @example({"lengths": [1, 1, 1, 1745], "ranks": 24, "tokens_per_rank": 77}, FLAT)
-def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object], profile: HardwareProfile) -> None:
+def test_auto_keeps_the_guarantees_and_is_never_worse(
+    request: dict[str, object], profile: HardwareProfile
+) -> None:
     auto = plan_or_none(**request, profile=profile)
-    others = {mode: plan_or_none(**request, profile=profile, mode=mode) for mode in ("static", "bins")}
+    others = {
+        mode: plan_or_none(**request, profile=profile, mode=mode) for mode in ("static", "bins")
+    }
     if auto is None:
         assert not any(others.values())
         return
@@ -109,7 +123,9 @@ def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object]
 
 @settings(max_examples=examples(60), deadline=None)
 @given(requests(), st.integers(1, 9), profiles())
-def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degree: int, profile: HardwareProfile) -> None:
+def test_best_static_is_the_best_of_all_degrees(
+    request: dict[str, object], degree: int, profile: HardwareProfile
+) -> None:
     one = plan_or_none(**request, profile=profile, mode="static", degree=degree)
     if one is not None:
         best = make_plan(**request, profile=profile, mode="static")
@@ -119,15 +135,46 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2)]), image_works(), part_costs())
-@example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE, NO_IMAGES, EQUAL_PARTS)
-@example({"lengths": [9], "ranks": 3, "tokens_per_rank": 9}, H100, NO_PIPELINE, {0: [ImageWork(4, 0, 10**10)] * 3}, EQUAL_PARTS)
-@example({"lengths": [9000], "ranks": 3, "tokens_per_rank": 9000}, H100, NO_PIPELINE, NO_IMAGES, PartCosts(1.0, 1.9, 0.1))
+@given(
+    requests(),
+    profiles(),
+    st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2)]),
+    image_works(),
+    part_costs(),
+)
+@example(
+    {"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000},
+    HIDDEN_BY_QUERIES,
+    NO_PIPELINE,
+    NO_IMAGES,
+    EQUAL_PARTS,
+)
+@example(
+    {"lengths": [9], "ranks": 3, "tokens_per_rank": 9},
+    H100,
+    NO_PIPELINE,
+    {0: [ImageWork(4, 0, 10**10)] * 3},
+    EQUAL_PARTS,
+)
+@example(
+    {"lengths": [9000], "ranks": 3, "tokens_per_rank": 9000},
+    H100,
+    NO_PIPELINE,
+    NO_IMAGES,
+    PartCosts(1.0, 1.9, 0.1),
+)
 def test_no_static_plan_beats_the_bounds_of_its_degree(
-    request: dict[str, Any], profile: HardwareProfile, pipeline: Pipeline, images: ImageWorks, parts: PartCosts
+    request: dict[str, Any],
+    profile: HardwareProfile,
+    pipeline: Pipeline,
+    images: ImageWorks,
+    parts: PartCosts,
 ) -> None:
-    """The first bound of a degree holds for higher degrees too. Documents are taken as records with short sources."""
-    encoding = EncodingTimes({n: works for n, works in images.items() if n < len(request["lengths"])})
+    """The first bound of a degree holds for higher degrees too. Documents are taken as records with
+    short sources."""
+    encoding = EncodingTimes(
+        {n: works for n, works in images.items() if n < len(request["lengths"])}
+    )
     sizes = np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"]
     sources = tuple(length // 4 for length in request["lengths"])
     step = Step(profile, *sizes, pipeline=pipeline, encoding=encoding, sources=sources, parts=parts)
@@ -144,7 +191,9 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
 
 @settings(max_examples=examples(25), deadline=None)
 @given(requests(), st.one_of(st.none(), st.integers(1, 4000)))
-def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_tokens: int | None) -> None:
+def test_plans_are_pure_and_survive_json(
+    request: dict[str, object], max_remote_tokens: int | None
+) -> None:
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=max_remote_tokens)
     if plan is None:
         return
@@ -152,7 +201,10 @@ def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_
     assert again.hash == plan.hash
     read = json.loads(json.dumps(plan.to_json()))
     assert read == plan.to_json()
-    assert tuple(tuple(Placement(**p) for p in placements) for placements in read["micro_batches"]) == plan.micro_batches
+    assert (
+        tuple(tuple(Placement(**p) for p in placements) for placements in read["micro_batches"])
+        == plan.micro_batches
+    )
     assert (tuple(read["lengths"]), read["hash"]) == (plan.lengths, plan.hash)
 
 
@@ -164,7 +216,9 @@ def test_rounds_bound_the_remote_tokens(request: dict[str, object], most: int) -
         return
     for k, micro_batch in enumerate(plan.micro_batches):
         layouts = [plan.layout(k, rank) for rank in range(plan.ranks)]
-        remote = max(sum(s.length - s.tokens for s in layout.shards if s.degree > 1) for layout in layouts)
+        remote = max(
+            sum(s.length - s.tokens for s in layout.shards if s.degree > 1) for layout in layouts
+        )
         for p in micro_batch:  # a ring in one level has at most degree - 1 rounds
             assert p.rounds <= max(1, p.degree - 1)
             assert p.rounds * most >= remote or p.rounds == max(1, p.degree - 1)
@@ -173,7 +227,9 @@ def test_rounds_bound_the_remote_tokens(request: dict[str, object], most: int) -
 @settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 70))
 def test_closed_form_of_the_largest_shard(length: int, degree: int) -> None:
-    assert largest_shards(np.array([length]), np.array([degree]))[0] == largest_shard(length, degree)
+    assert largest_shards(np.array([length]), np.array([degree]))[0] == largest_shard(
+        length, degree
+    )
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -191,11 +247,15 @@ def test_a_document_that_fills_the_whole_domain_plans(ranks: int, mode: str) -> 
 
 
 def test_documents_on_one_ring_take_turns_in_direction() -> None:
-    plan = make_plan([1000] * 8, ranks=2, tokens_per_rank=4096, profile=H100, mode="static", degree=2)
+    plan = make_plan(
+        [1000] * 8, ranks=2, tokens_per_rank=4096, profile=H100, mode="static", degree=2
+    )
     assert sorted(p.reversed for p in plan.micro_batches[0]) == [False] * 4 + [True] * 4
 
 
 def test_micro_batches_run_longest_first() -> None:
-    plan = make_plan([9000, 500, 8000, 4000, 16000, 100], ranks=2, tokens_per_rank=8192, profile=H100)
+    plan = make_plan(
+        [9000, 500, 8000, 4000, 16000, 100], ranks=2, tokens_per_rank=8192, profile=H100
+    )
     times = plan_score(plan).micro_batch_ns.tolist()
     assert times == sorted(times, reverse=True)

@@ -1,4 +1,5 @@
-"""The timeline agrees with the cost model: blocks and waits fill each rank up to its modelled time and never overlap."""
+"""The timeline agrees with the cost model: blocks and waits fill each rank up to its modelled time
+and never overlap."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,14 @@ from tests.test_plan_properties import H100, plan_or_none, requests
 
 def busy_on(plan: Plan, micro_batch: int, rank: int) -> list[tuple[float, float]]:
     times = timeline(plan)
-    spans = [(w.start_s, w.stop_s) for w in times.waits if (w.micro_batch, w.rank) == (micro_batch, rank)]
+    spans = [
+        (w.start_s, w.stop_s) for w in times.waits if (w.micro_batch, w.rank) == (micro_batch, rank)
+    ]
     for block in times.blocks:
         if block.micro_batch == micro_batch and 0 <= rank - block.first_rank < block.degree:
-            spans.append((block.start_s[rank - block.first_rank], block.stop_s[rank - block.first_rank]))
+            spans.append(
+                (block.start_s[rank - block.first_rank], block.stop_s[rank - block.first_rank])
+            )
     return sorted(spans)
 
 
@@ -35,12 +40,21 @@ def test_every_rank_is_busy_for_its_modelled_time(request: dict[str, object]) ->
             spans = busy_on(plan, k, rank)
             edges = [start_s, *(edge for span in spans for edge in span)]
             assert edges == pytest.approx(sorted(edges), abs=1e-12)
-            assert sum(b - a for a, b in spans) == pytest.approx(result.time[k, rank] / 1e9, abs=1e-8 * (1 + len(spans)))
+            assert sum(b - a for a, b in spans) == pytest.approx(
+                result.time[k, rank] / 1e9, abs=1e-8 * (1 + len(spans))
+            )
             assert edges[-1] <= stop_s + 1e-8 * (1 + len(spans))
 
 
 def test_a_ring_starts_together() -> None:
-    plan = plan_or_none(lengths=[8000, 900, 800], ranks=2, tokens_per_rank=8192, profile=H100, mode="static", degree=2)
+    plan = plan_or_none(
+        lengths=[8000, 900, 800],
+        ranks=2,
+        tokens_per_rank=8192,
+        profile=H100,
+        mode="static",
+        degree=2,
+    )
     assert plan is not None
     block = timeline(plan).blocks[0]
     assert block.document == 0
@@ -51,6 +65,13 @@ def test_a_ring_starts_together() -> None:
 def test_degree_classes() -> None:
     names = [class_name(degree_class(degree)) for degree in (1, 2, 3, 4, 5, 8, 9, 64)]
     assert names == ["1", "2", "3–4", "3–4", "5–8", "5–8", "9–16", "33–64"]
-    plan = plan_or_none(lengths=[8000, 900, 800], ranks=2, tokens_per_rank=8192, profile=H100, mode="static", degree=2)
+    plan = plan_or_none(
+        lengths=[8000, 900, 800],
+        ranks=2,
+        tokens_per_rank=8192,
+        profile=H100,
+        mode="static",
+        degree=2,
+    )
     assert plan is not None
     assert by_class(plan) == {1: (3, 9700)}

@@ -1,4 +1,5 @@
-"""Pooled documents, and the example's heads on them, equal one process with whole documents, forward and backward."""
+"""Pooled documents, and the example's heads on them, equal one process with whole documents,
+forward and backward."""
 
 from typing import Any
 
@@ -18,7 +19,10 @@ WIDTH = 5
 
 def states() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(length, WIDTH, dtype=torch.float64, generator=generator, requires_grad=True) for length in LENGTHS]
+    return [
+        torch.randn(length, WIDTH, dtype=torch.float64, generator=generator, requires_grad=True)
+        for length in LENGTHS
+    ]
 
 
 def loss_of(pooled: torch.Tensor, first: int, step: int) -> torch.Tensor:
@@ -33,12 +37,23 @@ def pooled_on_a_rank(how: str, seed: int) -> tuple[torch.Tensor, list[torch.Tens
     pooled = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.float64)
     for index in range(len(plan.micro_batches)):
         layout = plan.layout(index, rank)
-        spans = [span for shard in layout.shards for span in ((shard.document, *shard.head), (shard.document, *shard.tail))]
+        spans = [
+            span
+            for shard in layout.shards
+            for span in ((shard.document, *shard.head), (shard.document, *shard.tail))
+        ]
         padding = torch.full((2, WIDTH), torch.nan, dtype=torch.float64)
-        hidden = torch.cat([*(documents[document][start:stop] for document, start, stop in spans), padding])
-        pooled = pooled + load("encoder_heads").pool_documents(hidden, layout, len(LENGTHS), how=how)
+        hidden = torch.cat(
+            [*(documents[document][start:stop] for document, start, stop in spans), padding]
+        )
+        pooled = pooled + load("encoder_heads").pool_documents(
+            hidden, layout, len(LENGTHS), how=how
+        )
     loss_of(pooled, rank, ranks).backward()
-    gradients = [torch.zeros_like(document) if document.grad is None else document.grad for document in documents]
+    gradients = [
+        torch.zeros_like(document) if document.grad is None else document.grad
+        for document in documents
+    ]
     for gradient in gradients:
         dist.all_reduce(gradient)
     return pooled.detach(), gradients
@@ -48,7 +63,9 @@ def pooled_on_a_rank(how: str, seed: int) -> tuple[torch.Tensor, list[torch.Tens
 @pytest.mark.parametrize("how", ["mean", "first"])
 def test_pooled_documents_are_those_of_one_process(workers: Workers, how: str, ranks: int) -> None:
     documents = states()
-    expected = torch.stack([document.mean(0) if how == "mean" else document[0] for document in documents])
+    expected = torch.stack(
+        [document.mean(0) if how == "mean" else document[0] for document in documents]
+    )
     loss_of(expected, 0, 1).backward()
     for seed in range(2):
         for pooled, gradients in workers.run(pooled_on_a_rank, ranks, how, seed):
@@ -58,14 +75,20 @@ def test_pooled_documents_are_those_of_one_process(workers: Workers, how: str, r
 
 
 def heads_on_a_rank() -> list[tuple[float, list[torch.Tensor], dict[int, int]]]:
-    """Returns loss, gradients and degrees of the example's first two steps, with an update between them."""
+    """Returns loss, gradients and degrees of the example's first two steps, with an update between
+    them."""
     example = load("encoder_heads")
     model = example.build_model()
     example.prepare(model.encoder, causal=False)
-    return [(*_updated(model, *example.forward_backward(model, *example.read_halves(step))),) for step in range(2)]
+    return [
+        (*_updated(model, *example.forward_backward(model, *example.read_halves(step))),)
+        for step in range(2)
+    ]
 
 
-def _updated(model: torch.nn.Module, loss: float, plan: Any) -> tuple[float, list[torch.Tensor], dict[int, int]]:
+def _updated(
+    model: torch.nn.Module, loss: float, plan: Any
+) -> tuple[float, list[torch.Tensor], dict[int, int]]:
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     model.zero_grad()
@@ -79,8 +102,13 @@ def test_heads_of_the_example_equal_one_process(workers: Workers, ranks: int) ->
     results: Any = workers.run(heads_on_a_rank, ranks)
     for step in range(2):
         documents, labels = example.read_halves(step)
-        hidden = [model.encoder(input_ids=document[None]).last_hidden_state[0] for document in documents]
-        first, mean = torch.stack([state[0] for state in hidden]), torch.stack([state.mean(0) for state in hidden])
+        hidden = [
+            model.encoder(input_ids=document[None]).last_hidden_state[0] for document in documents
+        ]
+        first, mean = (
+            torch.stack([state[0] for state in hidden]),
+            torch.stack([state.mean(0) for state in hidden]),
+        )
         loss = model.loss(first, mean, labels, torch.arange(len(documents)))
         loss.backward()
         value, gradients, _ = _updated(model, loss.item(), None)
@@ -99,5 +127,7 @@ def test_the_loss_must_count_each_document_once() -> None:
     first, mean = torch.randn(2, 6, 64)
     labels, everything = torch.tensor([0, 1, 2, 0, 1, 2]), torch.arange(6)
     parts = [model.loss(first, mean, labels, everything[rank::4]) for rank in range(4)]
-    torch.testing.assert_close(torch.stack(parts).sum(), model.loss(first, mean, labels, everything))
+    torch.testing.assert_close(
+        torch.stack(parts).sum(), model.loss(first, mean, labels, everything)
+    )
     assert F.cross_entropy(torch.zeros(0, 3), labels[:0], reduction="sum") == 0

@@ -1,4 +1,5 @@
-"""Attention kernels are chosen, compiled and named before the first step, in every command and in trainers."""
+"""Attention kernels are chosen, compiled and named before the first step, in every command and in
+trainers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,31 +45,57 @@ def test_kernels_of_trainers_are_compiled_and_named(
     compiled: list[tuple[Any, ...]] = []
 
     def compile_variants(name: str, request: KernelRequest, heads: Any, *, window: bool) -> None:
-        compiled.append((name, request.device, request.dtype, (request.head_dim, request.v_head_dim), heads, window))
+        compiled.append(
+            (
+                name,
+                request.device,
+                request.dtype,
+                (request.head_dim, request.v_head_dim),
+                heads,
+                window,
+            )
+        )
 
     monkeypatch.setattr(build, "compile_variants", compile_variants)
     monkeypatch.setitem(KERNELS, "any", ANY)
     for name in ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     hf = model(kind)
-    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cuda"), bf16=True, fp16=False), model=hf)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cuda"), bf16=True, fp16=False), model=hf
+    )
     spec = spec_of(hf, hf.base_model.layers)
     line, note = dynamic._prepare_kernels(trainer, spec, "any")
     assert line == f"attention on cuda in bfloat16: {'any' if windows else 'none in this model'}"
     assert "start the program with PYTORCH_ALLOC_CONF=expandable_segments:True" in note
-    assert set(compiled) == {("any", "cuda", torch.bfloat16, dims, heads, window) for window in windows}
+    assert set(compiled) == {
+        ("any", "cuda", torch.bfloat16, dims, heads, window) for window in windows
+    }
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert list(dynamic._prepare_kernels(trainer, spec, "any")) == [line]
 
 
 @pytest.mark.parametrize("command", ["calibrate", "eval"])
 def test_commands_choose_kernels_before_processes_join(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
 ) -> None:
     given = ["--out", str(tmp_path / "profile.yaml"), "--base", "cpu-2core"]
     if command == "eval":
-        given = [str(save_checkpoint(tmp_path / "hf")), "--store", str(make_store(tmp_path, (40, 20)))]
-        given += [*(part for setting in FOR_CHECKPOINTS for part in (f"--{setting.split('=')[0]}", setting.split("=")[1]))]
+        given = [
+            str(save_checkpoint(tmp_path / "hf")),
+            "--store",
+            str(make_store(tmp_path, (40, 20))),
+        ]
+        given += [
+            *(
+                part
+                for setting in FOR_CHECKPOINTS
+                for part in (f"--{setting.split('=')[0]}", setting.split("=")[1])
+            )
+        ]
 
     def refuse(kernel: str, *_: Any) -> str:
         raise KernelError(f"no kernel is {kernel}")

@@ -1,4 +1,5 @@
-"""The names of `import longctx`: they are imported when they are used, and a plan needs no torch."""
+"""The names of `import longctx`: they are imported when they are used, and a plan needs no
+torch."""
 
 import json
 import re
@@ -17,7 +18,12 @@ pytestmark = pytest.mark.slow
 
 def test_every_public_name_is_there() -> None:
     assert set(longctx.__all__) == set(dir(longctx))
-    exposed = (Path(longctx.__file__).parents[1] / "docs" / "api.md").read_text("utf-8").split("\n\n")[1].split(".\n")[0]
+    exposed = (
+        (Path(longctx.__file__).parents[1] / "docs" / "api.md")
+        .read_text("utf-8")
+        .split("\n\n")[1]
+        .split(".\n")[0]
+    )
     assert {*re.findall(r"`(\w+)`", exposed), "__version__"} == set(longctx.__all__)
     for name in longctx.__all__:
         assert getattr(longctx, name) is not None
@@ -43,11 +49,20 @@ assert "torch" not in sys.modules
 def test_prepare_and_train_from_python(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(8):
-        (tmp_path / "texts" / f"{number}.txt").write_text("To be, or not to be. " * (10 + 5 * number))
+        (tmp_path / "texts" / f"{number}.txt").write_text(
+            "To be, or not to be. " * (10 + 5 * number)
+        )
     assert longctx.prepare(tmp_path / "texts", tmp_path / "store", tokenizer="bytes").made
-    settings = [*SMALL, "train.steps=3", f"data.store={tmp_path / 'store'}", f"train.run_dir={tmp_path / 'run'}"]
+    settings = [
+        *SMALL,
+        "train.steps=3",
+        f"data.store={tmp_path / 'store'}",
+        f"train.run_dir={tmp_path / 'run'}",
+    ]
     assert longctx.train(longctx.load_config(None, settings)) == 0
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [step["step"] for step in steps] == [1, 2, 3]
 
 

@@ -1,5 +1,5 @@
-"""What every mode of recomputation repeats in backward, with and without compilation, and with block inputs in host memory;
-gradients are the same."""
+"""What every mode of recomputation repeats in backward, with and without compilation, and with
+block inputs in host memory; gradients are the same."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -32,7 +32,9 @@ from tests.fake_cuda import fake_cuda
 
 LAYERS, TOKENS = 2, 48
 ATTENTION = "longctx.ring_attention.default"
-SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": LAYERS, "qkv_bias": True})
+SHAPE = PRESETS["tiny"].model_copy(
+    update={"vocab_size": 50, "num_hidden_layers": LAYERS, "qkv_bias": True}
+)
 REPEATED = {"none": 0, "norms": 0, "mlp": 2, "selective": 6, "full": 6}
 """Matrices of a block that backward computes again: gate and up, or all but the last."""
 
@@ -47,13 +49,19 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.calls: Counts = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
         self.calls[str(function)] += 1
         return function(*given, **(named or {}))
 
 
 def train(
-    mode: str, backend: Any = None, tiles: int | None = None, offload: Offload | None = None, device: str = "cpu"
+    mode: str,
+    backend: Any = None,
+    tiles: int | None = None,
+    offload: Offload | None = None,
+    device: str = "cpu",
 ) -> list[torch.Tensor]:
     """Returns the gradients of a step."""
     model = Decoder(SHAPE)
@@ -63,28 +71,38 @@ def train(
     if backend is not None:
         torch._dynamo.reset()
         compile_blocks(model, backend=backend)
-    plan = make_plan([TOKENS], ranks=1, tokens_per_rank=TOKENS, profile=HardwareProfile.load("cpu-2core"))
-    attention = RingAttention(plan.layout(0, 0), device=device, kernel="auto" if device == "cpu" else "reference")
+    plan = make_plan(
+        [TOKENS], ranks=1, tokens_per_rank=TOKENS, profile=HardwareProfile.load("cpu-2core")
+    )
+    attention = RingAttention(
+        plan.layout(0, 0), device=device, kernel="auto" if device == "cpu" else "reference"
+    )
     tokens = torch.arange(TOKENS, device=device)
     model(tokens, tokens, attention, lambda hidden, _: hidden.square().sum()).backward()
-    return [parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None]
+    return [
+        parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    ]
 
 
 def train_counted(mode: str, tiles: int | None = None) -> tuple[list[torch.Tensor], Counts]:
     with Counting() as counting, mock.patch.object(cpu, "forward", wraps=cpu.forward) as attention:
         gradients = train(mode, tiles=tiles)
-    return gradients, counting.calls | {ATTENTION: attention.call_count}  # not of what returns outputs that were kept
+    # Not of what returns outputs that were kept.
+    return gradients, counting.calls | {ATTENTION: attention.call_count}
 
 
 def train_compiled(mode: str, tiles: int | None = None) -> tuple[list[torch.Tensor], Counts]:
-    """Partitions the blocks as inductor does; returns the calls in the forward and backward of one block."""
+    """Partitions the blocks as inductor does; returns the calls in the forward and backward of one
+    block."""
     calls: Counts = Counter()
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         calls.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(
+        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
     return train(mode, backend, tiles), calls
 
 
@@ -94,7 +112,9 @@ def products(calls: Counts) -> int:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_only_what_the_mode_says_is_repeated(compiled: bool) -> None:
-    runs = {mode: train_compiled(mode) if compiled else train_counted(mode) for mode in RECOMPUTE_MODES}
+    runs = {
+        mode: train_compiled(mode) if compiled else train_counted(mode) for mode in RECOMPUTE_MODES
+    }
     wanted, plain = runs["none"]
     layers = plain[ATTENTION]
     assert layers == (1 if compiled else LAYERS), "compiled once for all layers"
@@ -106,7 +126,8 @@ def test_only_what_the_mode_says_is_repeated(compiled: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_the_host_enters_no_mode_that_sees_every_operation(mode: str) -> None:
-    """Torch's own selective recomputation has one in forward and one in backward, which cost more than the block."""
+    """Torch's own selective recomputation has one in forward and one in backward, which cost more
+    than the block."""
     wanted = train("none")
     with mock.patch.object(TorchDispatchMode, "__enter__", side_effect=AssertionError("a mode")):
         gradients = train(mode)
@@ -116,20 +137,30 @@ def test_the_host_enters_no_mode_that_sees_every_operation(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_whole_documents_need_one_node_of_autograd(mode: str) -> None:
     """And none of torch's registered operators, which look up and check what never changes."""
-    with mock.patch.object(type(operator.begin), "__call__", side_effect=AssertionError("a registered operator")):
+    with mock.patch.object(
+        type(operator.begin), "__call__", side_effect=AssertionError("a registered operator")
+    ):
         train(mode)
     x = torch.randn(TOKENS, 2, 8, requires_grad=True)
     attention = RingAttention(Layout.of((Placement(0, 0, 1),), (TOKENS,), 0, 0))
     out = attention(x, x, x)
     assert out.grad_fn is not None
-    assert {type(node).__name__ for node, _ in out.grad_fn.next_functions if node is not None} == {"AccumulateGrad"}
+    assert {type(node).__name__ for node, _ in out.grad_fn.next_functions if node is not None} == {
+        "AccumulateGrad"
+    }
 
 
 def test_what_is_kept_serves_one_backward() -> None:
-    """It is freed as it is used: a second backward would otherwise compute with nothing, or hold all of it."""
+    """It is freed as it is used: a second backward would otherwise compute with nothing, or hold
+    all of it."""
     x = torch.randn(TOKENS, 2, 8, requires_grad=True)
     attention = RingAttention(Layout.of((Placement(0, 0, 1),), (TOKENS,), 0, 0))
-    out = checkpoint(lambda x: attention(x * 2, x, x).square(), x, use_reentrant=False, context_fn=keeping.contexts).sum()
+    out = checkpoint(
+        lambda x: attention(x * 2, x, x).square(),
+        x,
+        use_reentrant=False,
+        context_fn=keeping.contexts,
+    ).sum()
     torch.autograd.grad(out, x, retain_graph=True)
     with pytest.raises(RuntimeError, match=r"recomputed twice.*without retain_graph"):
         torch.autograd.grad(out, x)
@@ -171,11 +202,15 @@ def test_the_outputs_of_adapters_are_not_kept() -> None:
 def test_inputs_of_blocks_in_host_memory_change_nothing(mode: str, device: str) -> None:
     offload = Offload()
     plain, offloaded = train(mode, device=device), train(mode, device=device, offload=offload)
-    assert offload.moved_bytes == LAYERS * TOKENS * SHAPE.hidden_size * 4, "every block's input, and no more"
+    assert offload.moved_bytes == LAYERS * TOKENS * SHAPE.hidden_size * 4, (
+        "every block's input, and no more"
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
 
 
-def test_an_input_comes_back_while_backward_is_in_the_block_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_comes_back_while_backward_is_in_the_block_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With streams and events that do nothing, on a CPU."""
     kept: list[Any] = []
     log: list[tuple[str, int]] = []
@@ -202,15 +237,22 @@ def test_an_input_comes_back_while_backward_is_in_the_block_after(monkeypatch: p
         offloaded = train("full", offload=Offload())
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
     first = [("start", LAYERS - 1)]
-    assert log == first + [each for n in reversed(range(LAYERS)) for each in ([("start", n - 1)] if n else []) + [("use", n)]]
+    assert log == first + [
+        each
+        for n in reversed(range(LAYERS))
+        for each in ([("start", n - 1)] if n else []) + [("use", n)]
+    ]
     assert all(each.back is None for each in kept), "autograd has the tensors now"
 
 
-@pytest.mark.parametrize(("offload", "free", "expected"), [(True, 5, [5]), (True, None, []), (False, 5, [])])
+@pytest.mark.parametrize(
+    ("offload", "free", "expected"), [(True, 5, [5]), (True, None, []), (False, 5, [])]
+)
 def test_an_offloaded_optimizer_uses_the_cores(
     monkeypatch: pytest.MonkeyPatch, offload: bool, free: int | None, expected: list[int]
 ) -> None:
-    """torchrun leaves every process one thread, which would take seconds for a step of billions of weights."""
+    """torchrun leaves every process one thread, which would take seconds for a step of billions of
+    weights."""
     used: list[int] = []
 
     def stop(*arguments: Any, **named: Any) -> None:
@@ -219,9 +261,18 @@ def test_an_offloaded_optimizer_uses_the_cores(
     monkeypatch.setattr(build, "host_threads", lambda: free)
     monkeypatch.setattr(build, "shard", stop)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    config = load(None, ["model.preset=tiny", "model.vocab_size=100", f"train.offload_optimizer={offload}"])
+    config = load(
+        None, ["model.preset=tiny", "model.vocab_size=100", f"train.offload_optimizer={offload}"]
+    )
     one = SimpleNamespace(size=lambda: 1)
-    mesh = SimpleNamespace(device=torch.device("cuda"), pipeline_rank=0, tensor=one, weights=one, copies=one, experts=None)
+    mesh = SimpleNamespace(
+        device=torch.device("cuda"),
+        pipeline_rank=0,
+        tensor=one,
+        weights=one,
+        copies=one,
+        experts=None,
+    )
     with pytest.raises(RuntimeError, match="that is enough"):
         build.build_model(config.model_source(), config, cast(Any, mesh))
     assert used == expected

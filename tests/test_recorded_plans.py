@@ -1,6 +1,7 @@
 """Plans of 200 random cases equal the recorded ones: refactoring must not move a document.
 
-After an intended change of the cost model, the search or an error text, record again and mention it in the changelog:
+After an intended change of the cost model, the search or an error text, record again and mention it
+in the changelog:
 
     python -m tests.test_recorded_plans
 """
@@ -28,9 +29,15 @@ PROFILES = ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib")
 def draw(case: int) -> dict[str, Any]:
     """Returns the arguments of `make_plan` for one case."""
     rng = random.Random(f"plan {case}")
-    ranks, budget = rng.choice([1, 2, 3, 5, 8, 13, 16, 24, 40, 64]), rng.choice([257, 1024, 4099, 16384])
+    ranks, budget = (
+        rng.choice([1, 2, 3, 5, 8, 13, 16, 24, 40, 64]),
+        rng.choice([257, 1024, 4099, 16384]),
+    )
     longest = rng.randint(1 + budget // 8, 1 + ranks * (budget - 1) * 9 // 10)
-    lengths = [min(longest, 1 + rng.getrandbits(rng.randint(4, 13))) for _ in range(rng.randint(1, 12 * ranks))]
+    lengths = [
+        min(longest, 1 + rng.getrandbits(rng.randint(4, 13)))
+        for _ in range(rng.randint(1, 12 * ranks))
+    ]
     profile = HardwareProfile.load(rng.choice(PROFILES))
     node, levels = rng.choice([2, 3, 8, profile.ranks_per_node]), rng.choice([1, 2])
     mode = rng.choice(["auto", "auto", "bins", "static"])
@@ -41,14 +48,17 @@ def draw(case: int) -> dict[str, Any]:
         "profile": replace(profile, ranks_per_node=node, exchange_levels=levels),
         "mode": mode,
         "degree": rng.choice([None, ranks]) if mode == "static" else None,
-        "bins": rng.choice([None, {budget // 2: 1, ranks * budget: ranks}]) if mode != "static" else None,
+        "bins": rng.choice([None, {budget // 2: 1, ranks * budget: ranks}])
+        if mode != "static"
+        else None,
         "max_remote_tokens": rng.choice([None, 2 * budget]),
         "pipeline": rng.choice(PIPELINES),
     }
 
 
 def outcome(case: int) -> list[Any]:
-    """Returns the result of a case: winner, digest of placements and rounds, makespan and bounds, or a digest of the error."""
+    """Returns the result of a case: winner, digest of placements and rounds, makespan and bounds,
+    or a digest of the error."""
     try:
         plan: Plan = make_plan(**draw(case))
     except PlanError as error:
@@ -59,7 +69,11 @@ def outcome(case: int) -> list[Any]:
     return [plan.winner, digest, plan.makespan_s, plan.lower_bound_s, *shares]
 
 
-@pytest.mark.parametrize("cases", [range(25), pytest.param(range(25, CASES), marks=pytest.mark.slow)], ids=["some", "others"])
+@pytest.mark.parametrize(
+    "cases",
+    [range(25), pytest.param(range(25, CASES), marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
 def test_plans_are_those_that_were_recorded(cases: range) -> None:
     recorded = json.loads(RECORD.read_text("utf-8"))
     assert len(recorded) == CASES

@@ -1,6 +1,8 @@
-"""A store and a checkpoint that an earlier commit wrote are still read, and the run goes on as it did there.
+"""A store and a checkpoint that an earlier commit wrote are still read, and the run goes on as it
+did there.
 
-The record is of 2026-11-27. If a format changes on purpose, it is recorded anew into an empty folder:
+The record is of 2026-11-27. If a format changes on purpose, it is recorded anew into an empty
+folder:
 
     python -m tests.test_recorded_run
 """
@@ -23,7 +25,12 @@ from tests.workers import Workers
 
 RECORD = Path(__file__).parent / "recorded_run"
 SETTINGS = [
-    *("model.hidden_size=8", "model.intermediate_size=12", "model.num_attention_heads=2", "model.num_key_value_heads=1"),
+    *(
+        "model.hidden_size=8",
+        "model.intermediate_size=12",
+        "model.num_attention_heads=2",
+        "model.num_key_value_heads=1",
+    ),
     *(
         "model.head_dim=4",
         "model.num_hidden_layers=1",
@@ -39,12 +46,16 @@ STEPS = 2
 
 def digest(model: torch.nn.Module) -> str:
     """SHA-256 of all weights."""
-    parts = ((name, weight.full_tensor().detach().numpy().tobytes()) for name, weight in model.named_parameters())
+    parts = (
+        (name, weight.full_tensor().detach().numpy().tobytes())
+        for name, weight in model.named_parameters()
+    )
     return hashlib.sha256(b"".join(name.encode() + part for name, part in parts)).hexdigest()
 
 
 def go_on(run: Path, resume: bool) -> dict[str, Any]:
-    """Weights at the start, and the steps from there; without `resume` from the first one, with a checkpoint in between."""
+    """Weights at the start, and the steps from there; without `resume` from the first one, with a
+    checkpoint in between."""
     trainer = start(RECORD / "store", run, SETTINGS, resume=resume)
     with trainer.loader:
         if not resume:
@@ -53,7 +64,12 @@ def go_on(run: Path, resume: bool) -> dict[str, Any]:
             trainer.save()
         weights = digest(trainer.model)
         steps = [trainer.step() for _ in range(STEPS)]
-    return {"weights": weights, "steps": [[m.step, m.documents, m.tokens, m.target_tokens, m.loss, m.grad_norm] for m in steps]}
+    return {
+        "weights": weights,
+        "steps": [
+            [m.step, m.documents, m.tokens, m.target_tokens, m.loss, m.grad_norm] for m in steps
+        ],
+    }
 
 
 def test_a_recorded_run_goes_on(workers: Workers, tmp_path: Path) -> None:
@@ -70,7 +86,10 @@ if __name__ == "__main__":
     source, rng = RECORD / "source", random.Random(0)
     source.mkdir(parents=True)
     for number in range(12):
-        words = (rng.choice(("long ", "context ", "ring\n", "a ", "plan ")) for _ in range(rng.randint(5, 150)))
+        words = (
+            rng.choice(("long ", "context ", "ring\n", "a ", "plan "))
+            for _ in range(rng.randint(5, 150))
+        )
         (source / f"{number}.txt").write_text("".join(words), "utf-8")
     with contextlib.chdir(RECORD):
         prepare(open_corpus(source.name), "store", tokenizer="bytes")

@@ -1,4 +1,5 @@
-"""`--resume STEP`: the run goes on from that step's checkpoint, as it did before; later ones are set aside."""
+"""`--resume STEP`: the run goes on from that step's checkpoint, as it did before; later ones are
+set aside."""
 
 import re
 from pathlib import Path
@@ -14,27 +15,45 @@ from tests.training_cases import SMALL, pretend_checkpoints, steps_in
 def given(store: Path, run: Path, *more: str) -> list[str]:
     sizes = ["batch.tokens_per_rank=400", "data.max_length=300", "batch.global_tokens=700"]
     steps = ["train.steps=4", "optimizer.decay_steps=4", "checkpoint.every=2"]
-    return [f"--{setting}" for setting in [*SMALL, *sizes, *steps, f"data.store={store}", f"train.run_dir={run}", *more]]
+    return [
+        f"--{setting}"
+        for setting in [
+            *SMALL,
+            *sizes,
+            *steps,
+            f"data.store={store}",
+            f"train.run_dir={run}",
+            *more,
+        ]
+    ]
 
 
 def losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in steps_in(run)}
 
 
-def test_it_repeats_what_the_run_did(shorts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_repeats_what_the_run_did(
+    shorts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert main(["train", *given(shorts, run)]) == 0
     before = losses(run)
     assert main(["train", "--resume", "3", *given(shorts, run)]) == 2
-    assert "no complete checkpoint of that step: it has those of steps 2, 4" in capfd.readouterr().err
+    assert (
+        "no complete checkpoint of that step: it has those of steps 2, 4" in capfd.readouterr().err
+    )
     assert main(["train", "--resume", "2", *given(shorts, run, "model.intermediate_size=32")]) == 2
-    assert "another model" in capfd.readouterr().err and checkpoint.steps(run) == [2, 4], "a refused run moves nothing"
+    assert "another model" in capfd.readouterr().err and checkpoint.steps(run) == [2, 4], (
+        "a refused run moves nothing"
+    )
     assert main(["train", *given(shorts, run, "train.steps=3"), "--resume", "2"]) == 0
     aside = run / "set-aside-1"
     assert f"later checkpoints (step-000004) were moved to {aside}" in capfd.readouterr().err
     assert checkpoint.steps(run) == [2, 3] and checkpoint.steps(aside) == [4]
     assert (run / "latest").resolve().name == "step-000003"
-    assert losses(aside) == before and "resumed from step 2" in (aside / "NOTE.txt").read_text("utf-8")
+    assert losses(aside) == before and "resumed from step 2" in (aside / "NOTE.txt").read_text(
+        "utf-8"
+    )
     assert losses(run) == {step: before[step] for step in (1, 2, 3)}, "not bit by bit"
     assert main(["train", *given(shorts, run), "--resume", "2"]) == 0
     assert checkpoint.steps(run / "set-aside-2") == [3] and losses(run) == before
@@ -50,7 +69,9 @@ def test_a_damaged_checkpoint_is_not_replaced_by_an_earlier_one(
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     assert main(["train", *given(shorts, run), "--resume", "4"]) == 2
-    assert re.search("step-000004 is damaged .* Give another step with --resume", capfd.readouterr().err)
+    assert re.search(
+        "step-000004 is damaged .* Give another step with --resume", capfd.readouterr().err
+    )
     assert checkpoint.steps(run) == [2, 4]
 
 
@@ -60,7 +81,9 @@ def test_what_it_does_not_go_with(tmp_path: Path, capfd: pytest.CaptureFixture[s
     with pytest.raises(RunFolderError, match="nothing to resume from"):
         open_run_folder(tmp_path / "none", resume=True, step=2, checkpoint_bytes=0)
     assert main(["train", "--resume", "2", "--resume-if-any"]) == 2
-    assert "--resume is 2, but --resume-if-any takes the newest checkpoint" in capfd.readouterr().err
+    assert (
+        "--resume is 2, but --resume-if-any takes the newest checkpoint" in capfd.readouterr().err
+    )
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: nothing}")
     assert main(["train", "--resume", str(file)]) == 2

@@ -1,4 +1,5 @@
-"""The auxiliary loss of a mixture's routers in trainers: that of plain transformers, over tokens that are computed together."""
+"""The auxiliary loss of a mixture's routers in trainers: that of plain transformers, over tokens
+that are computed together."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ SPLIT = {"tokens_per_rank": 250, "mode": "static", "degree": 2}
     [
         (2, {"budget": SPLIT}),
         pytest.param(1, {"budget": WHOLE}, marks=pytest.mark.slow),
-        pytest.param(2, {"budget": SPLIT, "average_tokens_across_devices": False}, marks=pytest.mark.slow),
+        pytest.param(
+            2, {"budget": SPLIT, "average_tokens_across_devices": False}, marks=pytest.mark.slow
+        ),
     ],
     ids=["two ranks", "one rank", "not averaged"],
 )
@@ -31,16 +34,28 @@ def test_trainer(workers: Workers, tmp_path: Path, ranks: int, options: dict[str
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulation"), [(2, 3), pytest.param(1, 1, marks=pytest.mark.slow)], ids=["two ranks", "one rank"]
+    ("ranks", "accumulation"),
+    [(2, 3), pytest.param(1, 1, marks=pytest.mark.slow)],
+    ids=["two ranks", "one rank"],
 )
 def test_sft(workers: Workers, tmp_path: Path, ranks: int, accumulation: int) -> None:
     """The coefficient of TRL's config, and the metric that it logs."""
     options = {"kind": "qwen3_moe", "router_aux_loss_coef": 0.25, "num_train_epochs": 1}
-    runs = workers.run(finetune, ranks, tmp_path, accumulation, True, options | {"budget": SPLIT if ranks > 1 else WHOLE})
+    runs = workers.run(
+        finetune,
+        ranks,
+        tmp_path,
+        accumulation,
+        True,
+        options | {"budget": SPLIT if ranks > 1 else WHOLE},
+    )
     expected = plain(workers, tmp_path, finetune, options)
     assert_equal(runs, expected)
     assert runs[0]["micro_batches"] == 1
-    logs = [[entry["aux_loss"] for entry in run["log"] if "aux_loss" in entry] for run in (runs[0], expected)]
+    logs = [
+        [entry["aux_loss"] for entry in run["log"] if "aux_loss" in entry]
+        for run in (runs[0], expected)
+    ]
     assert len(logs[0]) == 4 and logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
@@ -57,8 +72,15 @@ def test_sft(workers: Workers, tmp_path: Path, ranks: int, accumulation: int) ->
 def test_steps_of_several_micro_batches(
     workers: Workers, tmp_path: Path, ranks: int, accumulation: int, options: dict[str, Any]
 ) -> None:
-    """Experts are counted over the step, as in the plain run, whose batch it is; in evaluations, too."""
-    expected = plain(workers, tmp_path, train, "qwen3_moe", {"num_train_epochs": options.get("num_train_epochs", 2)})
+    """Experts are counted over the step, as in the plain run, whose batch it is; in evaluations,
+    too."""
+    expected = plain(
+        workers,
+        tmp_path,
+        train,
+        "qwen3_moe",
+        {"num_train_epochs": options.get("num_train_epochs", 2)},
+    )
     runs = workers.run(train, ranks, tmp_path, "qwen3_moe", accumulation, True, options)
     assert_equal(runs, expected)
     assert runs[0]["micro_batches"] > 1
@@ -71,16 +93,24 @@ def test_metrics_of_several_micro_batches(workers: Workers, tmp_path: Path) -> N
     expected = plain(workers, tmp_path, finetune, options)
     assert_equal(runs, expected)
     assert runs[0]["micro_batches"] > 1
-    logs = [[entry["aux_loss"] for entry in run["log"] if "aux_loss" in entry] for run in (runs[0], expected)]
+    logs = [
+        [entry["aux_loss"] for entry in run["log"] if "aux_loss" in entry]
+        for run in (runs[0], expected)
+    ]
     assert len(logs[0]) == 4 and logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
-def test_another_loss_of_routers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_loss_of_routers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module
 
     ours, function = trainer(tmp_path, of=model("qwen3_moe")), module.load_balancing_loss_func
     monkeypatch.setattr(module, "load_balancing_loss_func", lambda *given: 2 * function(*given))
-    with pytest.raises(TrainerError, match=r"Qwen3MoeForCausalLM does not compute the auxiliary loss .* as most models do"):
+    with pytest.raises(
+        TrainerError,
+        match=r"Qwen3MoeForCausalLM does not compute the auxiliary loss .* as most models do",
+    ):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     assert ours.model.config.output_router_logits and not hasattr(ours, "dynamic")
 
@@ -89,6 +119,10 @@ def test_losses_of_whole_rows_refuse_it(tmp_path: Path) -> None:
     from trl import RewardTrainer
 
     ours = trainer(tmp_path, of=model("qwen3_moe"))
-    ours.__class__ = type("RewardTrainer", (RewardTrainer,), {"__module__": "trl.trainer.reward_trainer"})
-    with pytest.raises(TrainerError, match=r"or losses of whole rows: set router_aux_loss_coef=0.0 in TrainingArg"):
+    ours.__class__ = type(
+        "RewardTrainer", (RewardTrainer,), {"__module__": "trl.trainer.reward_trainer"}
+    )
+    with pytest.raises(
+        TrainerError, match=r"or losses of whole rows: set router_aux_loss_coef=0.0 in TrainingArg"
+    ):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)

@@ -1,4 +1,5 @@
-"""The profile of a run: chosen by device, scaled to model and parallel sizes, with a printed line on the scaling."""
+"""The profile of a run: chosen by device, scaled to model and parallel sizes, with a printed line
+on the scaling."""
 
 import json
 from dataclasses import replace
@@ -20,17 +21,37 @@ from longctx.parallel.mesh import make_groups
 from longctx.planning.cost.scaling import query_share, scale
 from longctx.planning.cost.spec import Matrix
 from longctx.planning.cost.work import work_of
-from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError, shipped_profiles
+from longctx.planning.hardware_profile import (
+    SHIPPED,
+    HardwareProfile,
+    ProfileError,
+    shipped_profiles,
+)
 from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
 from longctx.training.data import make_planner
-from longctx.training.run_profile import FLOAT8_TIME, ProfilesDiffer, preset_profile, read_described, run_profile
+from longctx.training.run_profile import (
+    FLOAT8_TIME,
+    ProfilesDiffer,
+    preset_profile,
+    read_described,
+    run_profile,
+)
 from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
-CPU, H100, H200 = (HardwareProfile.load(name) for name in ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib"))
-NAMED = "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100, from data sheets, not measured)"
-EIGHT_B = ["model.preset=llama-3.1-8b", "model.vocab_size=128256", "train.dtype=bfloat16", "train.device=cuda"]
+CPU, H100, H200 = (
+    HardwareProfile.load(name) for name in ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib")
+)
+NAMED = (
+    "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100, from data sheets, not measured)"
+)
+EIGHT_B = [
+    "model.preset=llama-3.1-8b",
+    "model.vocab_size=128256",
+    "train.dtype=bfloat16",
+    "train.device=cuda",
+]
 TINY = ["model.preset=tiny", "model.vocab_size=4096", "train.device=cpu"]
 
 
@@ -58,8 +79,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ("NVIDIA RTX A6000", H100),
     ],
 )
-def test_the_profile_follows_the_device(monkeypatch: pytest.MonkeyPatch, gpu: str | None, expected: HardwareProfile) -> None:
-    """An 8B model on a GPU uses the H100 profile unscaled, and `tiny` on a CPU the profile of two cores."""
+def test_the_profile_follows_the_device(
+    monkeypatch: pytest.MonkeyPatch, gpu: str | None, expected: HardwareProfile
+) -> None:
+    """An 8B model on a GPU uses the H100 profile unscaled, and `tiny` on a CPU the profile of two
+    cores."""
     if gpu is None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         settings = [*TINY, "train.device=auto"]
@@ -78,20 +102,35 @@ def test_every_constant_is_scaled_by_what_it_grows_with() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     found = of(
-        [*(f"model.{name}={value}" for name, value in (sizes | heads).items()), "model.vocab_size=257", "train.device=cpu"]
+        [
+            *(f"model.{name}={value}" for name, value in (sizes | heads).items()),
+            "model.vocab_size=257",
+            "train.device=cpu",
+        ]
     )
-    assert found.linear_s_per_token == pytest.approx(CPU.linear_s_per_token * (block + 257 * 64) / (2 * tiny + 4096 * 128))
-    assert found.attention_s_per_token2 == pytest.approx(CPU.attention_s_per_token2 * 1 * 2 / (2 * 4))
+    assert found.linear_s_per_token == pytest.approx(
+        CPU.linear_s_per_token * (block + 257 * 64) / (2 * tiny + 4096 * 128)
+    )
+    assert found.attention_s_per_token2 == pytest.approx(
+        CPU.attention_s_per_token2 * 1 * 2 / (2 * 4)
+    )
     assert found.kv_bytes_per_token == 1 * 2 * 1 * 32 * 4 * 3
     assert (found.latency_s, found.launch_s) == (CPU.latency_s / 2, CPU.launch_s / 2)
     assert found.step_s == pytest.approx(CPU.step_s * (block + 257 * 64) / (2 * tiny + 4096 * 128))
     assert found.query_share == pytest.approx(2 / 3 * 64 * 2 * 32 / (block + 257 * 64), rel=1e-3)
-    for name in ("attention_efficiency", "overlap", "intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node"):
+    for name in (
+        "attention_efficiency",
+        "overlap",
+        "intra_node_bytes_per_s",
+        "inter_node_bytes_per_s",
+        "ranks_per_node",
+    ):
         assert getattr(found, name) == getattr(CPU, name)
 
 
 def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
-    """For runs of the 8B model that differ from the description of h100-nvlink-ib in one or two settings."""
+    """For runs of the 8B model that differ from the description of h100-nvlink-ib in one or two
+    settings."""
     block, head = 4096 * 128 * 2 * 40 + 3 * 4096 * 14336, 128256 * 4096
     anew = (32 * block + head + 32 * (block - 4096 * 14336) / 3) / (32 * block + head)
     selective = of([*EIGHT_B, "train.recompute=selective"])
@@ -106,13 +145,21 @@ def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
     full = of([*EIGHT_B, "train.recompute=full"])
     assert full.attention_s_per_token2 == pytest.approx(H100.attention_s_per_token2 * 4.5 / 3.5)
     assert full.kv_bytes_per_token == H100.kv_bytes_per_token * 4 / 3
-    assert of([*EIGHT_B, "context.keep_kv=true"]) == replace(H100, kv_bytes_per_token=H100.kv_bytes_per_token * 2 // 3)
-    assert of([*EIGHT_B, "train.dtype=float32"]) == replace(H100, kv_bytes_per_token=H100.kv_bytes_per_token * 2)
+    assert of([*EIGHT_B, "context.keep_kv=true"]) == replace(
+        H100, kv_bytes_per_token=H100.kv_bytes_per_token * 2 // 3
+    )
+    assert of([*EIGHT_B, "train.dtype=float32"]) == replace(
+        H100, kv_bytes_per_token=H100.kv_bytes_per_token * 2
+    )
     tensor = of([*EIGHT_B, "parallel.tensor_parallel_size=4"], ranks=8)
-    assert tensor.linear_s_per_token == pytest.approx(H100.linear_s_per_token / 4 + 32 * 8 * 0.75 * 4096 * 2 / 300e9)
+    assert tensor.linear_s_per_token == pytest.approx(
+        H100.linear_s_per_token / 4 + 32 * 8 * 0.75 * 4096 * 2 / 300e9
+    )
     assert (tensor.kv_bytes_per_token, tensor.ranks_per_node) == (H100.kv_bytes_per_token / 4, 2)
     pipeline = of([*EIGHT_B, "parallel.pipeline_parallel_size=2"], ranks=8)
-    assert pipeline.attention_s_per_token2 == pytest.approx(H100.attention_s_per_token2 * 15 / 32), "17 blocks on the other"
+    assert pipeline.attention_s_per_token2 == pytest.approx(
+        H100.attention_s_per_token2 * 15 / 32
+    ), "17 blocks on the other"
     assert pipeline.linear_s_per_token == pytest.approx(
         H100.linear_s_per_token * (15 * block + head) / (32 * block + head) + 2 * 4096 * 2 / 300e9
     )
@@ -126,7 +173,8 @@ def test_profiles_count_the_matrices_to_queries(name: str) -> None:
 
 
 def test_queries_of_a_run_hide_messages_while_they_travel() -> None:
-    """Two products of the matrix to queries do: forward, which may be repeated, and the gradient of its input."""
+    """Two products of the matrix to queries do: forward, which may be repeated, and the gradient of
+    its input."""
     block, head = 4096 * 128 * 2 * 40 + 3 * 4096 * 14336, 128256 * 4096
     queries, last = 32 * 4096 * 4096 * 2 / 3, 32 * 4096 * 14336
 
@@ -135,10 +183,16 @@ def test_queries_of_a_run_hide_messages_while_they_travel() -> None:
 
     assert share() == H100.query_share == pytest.approx(queries / (32 * block + head), rel=1e-3)
     again = (32 * block - last) / 3
-    assert share("train.recompute=selective") == pytest.approx(queries / (32 * block + head + again), rel=1e-3)
-    assert share("train.recompute=full") == pytest.approx(3 / 2 * queries / (32 * block + head + again), rel=1e-3)
+    assert share("train.recompute=selective") == pytest.approx(
+        queries / (32 * block + head + again), rel=1e-3
+    )
+    assert share("train.recompute=full") == pytest.approx(
+        3 / 2 * queries / (32 * block + head + again), rel=1e-3
+    )
     tensor = of([*EIGHT_B, "parallel.tensor_parallel_size=4"], ranks=8)
-    assert tensor.query_share * tensor.linear_s_per_token == pytest.approx(H100.query_share * H100.linear_s_per_token / 4)
+    assert tensor.query_share * tensor.linear_s_per_token == pytest.approx(
+        H100.query_share * H100.linear_s_per_token / 4
+    )
     pipeline = share("parallel.pipeline_parallel_size=2", ranks=8)
     assert pipeline == pytest.approx(15 / 32 * queries / (15 * block + head), rel=0.02)
     assert share("context.ulysses_degree=8") == 0, "heads are swapped once the queries are there"
@@ -157,14 +211,24 @@ def test_queries_that_are_computed_first_hide_nothing() -> None:
     )
     assert scale(H100, described.work, work_of(first, "bfloat16")) == replace(H100, query_share=0.0)
     older = replace(H100, query_share=0.0)
-    assert scale(older, described.work, work_of(spec, "bfloat16", recompute="full")).query_share == 0
-    assert scale(H100, described.work, work_of(frozen, "bfloat16")).query_share == pytest.approx(1.5 * H100.query_share)
+    assert (
+        scale(older, described.work, work_of(spec, "bfloat16", recompute="full")).query_share == 0
+    )
+    assert scale(H100, described.work, work_of(frozen, "bfloat16")).query_share == pytest.approx(
+        1.5 * H100.query_share
+    )
 
 
 def measured(folder: Path, **changes: Any) -> str:
-    """Writes a file as `longctx calibrate` does for the 8B model, with some values changed; None: omitted."""
+    """Writes a file as `longctx calibrate` does for the 8B model, with some values changed; None:
+    omitted."""
     content = yaml.safe_load((SHIPPED / "h100-nvlink-ib.yaml").read_text("utf-8"))
-    said = {**content.pop("describes"), "gpu": "NVIDIA H100 80GB HBM3", "cores": 2, **changes.pop("said", {})}
+    said = {
+        **content.pop("describes"),
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "cores": 2,
+        **changes.pop("said", {}),
+    }
     said = {name: value for name, value in said.items() if value is not None}
     path = folder / "mine.yaml"
     path.write_text(yaml.safe_dump({**content, "measured": said, **changes}))
@@ -172,7 +236,8 @@ def measured(folder: Path, **changes: Any) -> str:
 
 
 def test_a_profile_measured_in_a_split_is_scaled_out_of_it(tmp_path: Path) -> None:
-    """Tensor parallel communication is subtracted before scaling, so that scaling there and back changes nothing."""
+    """Tensor parallel communication is subtracted before scaling, so that scaling there and back
+    changes nothing."""
     settings = [*EIGHT_B, "train.recompute=full", "parallel.tensor_parallel_size=4"]
     split = of(settings, ranks=8)
     said = {"recompute": "full", "tensor_parallel_size": 4}
@@ -187,16 +252,22 @@ def test_a_profile_measured_in_a_split_is_scaled_out_of_it(tmp_path: Path) -> No
         "ranks_per_node",
         "step_s",
     )
-    assert [getattr(back, name) for name in constants] == pytest.approx([getattr(H100, name) for name in constants])
+    assert [getattr(back, name) for name in constants] == pytest.approx(
+        [getattr(H100, name) for name in constants]
+    )
     mine = measured(tmp_path, said=said, **{**split.to_dict(), "intra_node_bytes_per_s": 1.0})
     with pytest.raises(
-        ProfileError, match=r"mine\.yaml: linear_s_per_token is .*tensor_parallel_size 4 alone .* cannot be scaled"
+        ProfileError,
+        match=r"mine\.yaml: linear_s_per_token is .*tensor_parallel_size 4 alone .* cannot be "
+        r"scaled",
     ):
         of([*EIGHT_B, mine])
 
 
 def test_a_profile_that_names_no_model_is_not_scaled(tmp_path: Path) -> None:
-    for number, more in enumerate(({}, {"measured": "by hand, on a Sunday"}, {"measured": {"dtype": "float32"}})):
+    for number, more in enumerate(
+        ({}, {"measured": "by hand, on a Sunday"}, {"measured": {"dtype": "float32"}})
+    ):
         path = tmp_path / f"{number}.yaml"
         path.write_text(yaml.safe_dump({**H100.to_dict(), **more}))
         config = load(None, [*TINY, f"context.profile={path}"])
@@ -208,37 +279,81 @@ def test_a_profile_that_names_no_model_is_not_scaled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"tensor_parallel_size": 2}, "kv_bytes_per_token is 393,216, but section `measured` .* implies 196,608"),
+        (
+            {"tensor_parallel_size": 2},
+            "kv_bytes_per_token is 393,216, but section `measured` .* implies 196,608",
+        ),
         ({"keep_kv": True}, "implies 262,144: correct one of the two"),
         ({"dtype": "float16"}, "section `measured` is invalid: dtype: "),
         ({"device": None}, "section `measured` is invalid: device: Field required"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide 8 KV heads"),
-        ({"model": PRESETS["llama-3.1-8b"].model_dump(exclude_none=True)}, "the model in .* has no vocab_size"),
+        (
+            {"tensor_parallel_size": 3},
+            "tensor_parallel_size is 3, which does not divide 8 KV heads",
+        ),
+        (
+            {"model": PRESETS["llama-3.1-8b"].model_dump(exclude_none=True)},
+            "the model in .* has no vocab_size",
+        ),
     ],
 )
-def test_profiles_that_contradict_their_model_are_refused(tmp_path: Path, said: dict[str, Any], message: str) -> None:
+def test_profiles_that_contradict_their_model_are_refused(
+    tmp_path: Path, said: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ProfileError, match=message):
         of([*EIGHT_B, measured(tmp_path, said=said)])
 
 
 def test_scaling_is_reported() -> None:
-    same, smaller = (run_profile(load(None, [*TINY, *more]), 1, 4096).lines for more in ([], ["model.num_hidden_layers=1"]))
-    assert same == ("profile cpu-2core (0.918M parameters in float32 on AMD EPYC): used unscaled for this run",)
+    same, smaller = (
+        run_profile(load(None, [*TINY, *more]), 1, 4096).lines
+        for more in ([], ["model.num_hidden_layers=1"])
+    )
+    assert same == (
+        "profile cpu-2core (0.918M parameters in float32 on AMD EPYC): used unscaled for this run",
+    )
     (line,) = smaller
-    assert "scaled to this run: linear × 0.7857 (0.9175M → 0.7209M parameters computed per token); attention × 0.5 (" in line
-    assert "K and V × 0.5 (3,072 → 1,536 bytes per token); latency and launch × 0.5 (2 → 1 layers); step × 0.7857 (" in line
+    assert (
+        "scaled to this run: linear × 0.7857 (0.9175M → 0.7209M parameters computed per token); "
+        "attention × 0.5 (" in line
+    )
+    assert (
+        "K and V × 0.5 (3,072 → 1,536 bytes per token); latency and launch × 0.5 (2 → 1 layers); "
+        "step × 0.7857 (" in line
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "gpu", "doubt"),
     [
-        (["train.device=cpu", "context.profile=h100-nvlink-ib"], None, "h100-nvlink-ib is for cuda, but this run is on cpu"),
+        (
+            ["train.device=cpu", "context.profile=h100-nvlink-ib"],
+            None,
+            "h100-nvlink-ib is for cuda, but this run is on cpu",
+        ),
         (["context.profile=cpu-2core"], None, "cpu-2core is for cpu, but this run is on cuda"),
-        (["context.profile=h100-nvlink-ib"], "NVIDIA A100-SXM4-80GB", "is for H100, but this run is on NVIDIA A100-SXM4-80GB"),
-        ([], "NVIDIA A10", "no shipped profile is for NVIDIA A10: h100-nvlink-ib, which is for H100, is used instead; speeds"),
-        ([], "NVIDIA A100-PCIE-40GB", "no shipped profile is for NVIDIA A100-PCIE-40GB: a100-80gb, which is for A100, is used"),
+        (
+            ["context.profile=h100-nvlink-ib"],
+            "NVIDIA A100-SXM4-80GB",
+            "is for H100, but this run is on NVIDIA A100-SXM4-80GB",
+        ),
+        (
+            [],
+            "NVIDIA A10",
+            "no shipped profile is for NVIDIA A10: h100-nvlink-ib, which is for H100, is used "
+            "instead; speeds",
+        ),
+        (
+            [],
+            "NVIDIA A100-PCIE-40GB",
+            "no shipped profile is for NVIDIA A100-PCIE-40GB: a100-80gb, which is for A100, is "
+            "used",
+        ),
         ([], "NVIDIA A100-SXM4-40GB", None),
-        (["train.dtype=float32"], "NVIDIA H100 80GB HBM3", "is for bfloat16, but this run computes in float32"),
+        (
+            ["train.dtype=float32"],
+            "NVIDIA H100 80GB HBM3",
+            "is for bfloat16, but this run computes in float32",
+        ),
         ([], "NVIDIA H100 80GB HBM3", None),
     ],
 )
@@ -254,9 +369,17 @@ def test_other_devices_and_dtypes_are_warned_about(
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int | None) -> None:
-    """Sets the environment of a process of torchrun; None: of a launcher that does not say what is on a node."""
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": per_node}.items():
-        monkeypatch.setenv(name, str(value)) if value is not None else monkeypatch.delenv(name, raising=False)
+    """Sets the environment of a process of torchrun; None: of a launcher that does not say what is
+    on a node."""
+    for name, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": per_node,
+    }.items():
+        monkeypatch.setenv(name, str(value)) if value is not None else monkeypatch.delenv(
+            name, raising=False
+        )
 
 
 @pytest.mark.parametrize(
@@ -266,7 +389,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int | None) 
         (16, 4, 2, 1, 2),
         (16, 4, 8, 1, 1),  # tensor-parallel ranks on two nodes
         (12, 6, 4, 1, 1),
-        (24, 8, 1, 2, 4),  # domains of 12 ranks: the second one begins in the middle of the second node
+        # Domains of 12 ranks: the second one begins in the middle of the second node.
+        (24, 8, 1, 2, 4),
         (24, 8, 2, 2, 2),
         (16, 8, 1, 4, 4),  # domains of 4 ranks
         (12, 8, 1, 1, 4),  # not the same number on all nodes
@@ -275,21 +399,37 @@ def launched(monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int | None) 
     ],
 )
 def test_nodes_are_as_large_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int | None, tensor: int, pipeline: int, expected: int
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    per_node: int | None,
+    tensor: int,
+    pipeline: int,
+    expected: int,
 ) -> None:
-    """On several nodes their real size counts, in ranks of the domain; its profile has nodes of 8 GPUs."""
-    settings = [*EIGHT_B, f"parallel.tensor_parallel_size={tensor}", f"parallel.pipeline_parallel_size={pipeline}"]
+    """On several nodes their real size counts, in ranks of the domain; its profile has nodes of 8
+    GPUs."""
+    settings = [
+        *EIGHT_B,
+        f"parallel.tensor_parallel_size={tensor}",
+        f"parallel.pipeline_parallel_size={pipeline}",
+    ]
     launched(monkeypatch, ranks, per_node)
     config = load(None, settings)
     found = run_profile(config, ranks, 128256)
     assert found.profile.ranks_per_node == expected
     several = per_node not in (None, ranks)
-    assert any("plan and exchange follow the nodes" in line for line in found.lines) == (several and per_node != 8)
+    assert any("plan and exchange follow the nodes" in line for line in found.lines) == (
+        several and per_node != 8
+    )
     (other,) = {run_profile(config, 2 * ranks, 128256).profile.ranks_per_node}
-    assert other == 8 // tensor, "an estimate for another number of ranks knows nothing of their nodes"
+    assert other == 8 // tensor, (
+        "an estimate for another number of ranks knows nothing of their nodes"
+    )
 
 
-def test_nodes_of_a_profile_without_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nodes_of_a_profile_without_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(H100.to_dict()))
     launched(monkeypatch, 16, 8)
@@ -298,20 +438,26 @@ def test_nodes_of_a_profile_without_a_model(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_messages_of_a_pipeline_cross_real_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight ranks are one node by the profile, but here two: messages between stages go over the network."""
+    """Eight ranks are one node by the profile, but here two: messages between stages go over the
+    network."""
     settings = [*EIGHT_B, "parallel.pipeline_parallel_size=2"]
     inside = of(settings, ranks=8)
     launched(monkeypatch, 8, 4)
     slower = of(settings, ranks=8).linear_s_per_token - inside.linear_s_per_token
-    assert slower == pytest.approx(2 * 4096 * 2 * (1 / H100.inter_node_bytes_per_s - 1 / H100.intra_node_bytes_per_s))
+    assert slower == pytest.approx(
+        2 * 4096 * 2 * (1 / H100.inter_node_bytes_per_s - 1 / H100.intra_node_bytes_per_s)
+    )
 
 
 def node_of_rank(sizes: list[int], settings: list[str]) -> tuple[int, int]:
-    """Returns the ranks per node of this rank's profile, and those that all agree on; a rank stands for a node of `sizes`."""
+    """Returns the ranks per node of this rank's profile, and those that all agree on; a rank stands
+    for a node of `sizes`."""
     with pytest.MonkeyPatch.context() as patch:
         launched(patch, sum(sizes), sizes[dist.get_rank()])
         found = run_profile(load(None, settings), sum(sizes), 128256)
-    return found.profile.ranks_per_node, found.agreed(make_groups(torch.device("cpu"), timeout_s=30).control).ranks_per_node
+    return found.profile.ranks_per_node, found.agreed(
+        make_groups(torch.device("cpu"), timeout_s=30).control
+    ).ranks_per_node
 
 
 @pytest.mark.slow
@@ -321,7 +467,8 @@ def test_nodes_of_different_sizes_count_as_smaller_ones(workers: Workers) -> Non
 
 
 def test_the_exchange_follows_the_real_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen ranks on nodes of 4, two of them for each rank of the domain: rows cross the network once for two ranks."""
+    """Sixteen ranks on nodes of 4, two of them for each rank of the domain: rows cross the network
+    once for two ranks."""
     launched(monkeypatch, 16, 4)
     config = load(None, [*EIGHT_B, "parallel.tensor_parallel_size=2", "batch.tokens_per_rank=1024"])
     profile = run_profile(config, 16, 128256).profile
@@ -332,40 +479,63 @@ def test_the_exchange_follows_the_real_nodes(monkeypatch: pytest.MonkeyPatch) ->
     spec = config.model_source(128256).spec
     made = make_attention(config, cast(Any, mesh), spec, plan, plan.layout(0, 0))(None, 0.0, None)
     ring = getattr(made, "ring", made)
-    crossing = [peer for round_ in ring.schedule.rounds for peer, _ in round_.hops[0].receives if peer > 1]
-    assert len(crossing) == 3, "one relayed copy from each other node, as the other rank of the node takes the second one"
+    crossing = [
+        peer for round_ in ring.schedule.rounds for peer, _ in round_.hops[0].receives if peer > 1
+    ]
+    assert len(crossing) == 3, (
+        "one relayed copy from each other node, as the other rank of the node takes the second one"
+    )
 
 
 def planned_by(store: Path, run: Path, other: str) -> Any:
-    """Returns the profile of a real run's loader, or the error; rank 1 has another file than rank 0."""
+    """Returns the profile of a real run's loader, or the error; rank 1 has another file than rank
+    0."""
     profile = "cpu-2core" if dist.get_rank() == 0 else other
     try:
-        trainer = start(store, run, [f"context.profile={profile}", "train.device=cpu", "context.two_level_exchange=false"])
+        trainer = start(
+            store,
+            run,
+            [f"context.profile={profile}", "train.device=cpu", "context.two_level_exchange=false"],
+        )
     except ProfilesDiffer as error:
         return str(error)
     with trainer.loader:
         return next(trainer.loader).plan.profile
 
 
-def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_a_run_plans_by_the_scaled_profile_or_not_at_all(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     found = workers.run(planned_by, 2, store, tmp_path, "cpu-2core")
     assert found[0] == found[1]
     assert found[0].kv_bytes_per_token == 2 * 2 * 2 * 8 * 4 * 3
     assert found[0].attention_s_per_token2 == pytest.approx(CPU.attention_s_per_token2 / 4)
     assert all(
-        "ranks [1] have h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib")
+        "ranks [1] have h100-nvlink-ib" in said
+        for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib")
     )
 
 
 @pytest.mark.parametrize(
     "command",
-    [["train"], ["train", "--dry-run"], ["estimate"], ["measure", "--modes=auto,static", "--steps=1", "--warmup=0"]],
+    [
+        ["train"],
+        ["train", "--dry-run"],
+        ["estimate"],
+        ["measure", "--modes=auto,static", "--steps=1", "--warmup=0"],
+    ],
     ids=" ".join,
 )
 def test_every_command_reports_the_profile(
     command: list[str], store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "train.steps=1", "optimizer.warmup_steps=0"]
+    settings = [
+        *SMALL,
+        f"data.store={store}",
+        f"train.run_dir={tmp_path / 'run'}",
+        "train.steps=1",
+        "optimizer.warmup_steps=0",
+    ]
     settings += ["batch.tokens_per_rank=1500", "context.profile=h100-nvlink-ib"]
     file = tmp_path / "run.yaml"
     file.write_text("train: {device: cpu}\n")
@@ -373,10 +543,18 @@ def test_every_command_reports_the_profile(
     captured = capsys.readouterr()
     said = captured.err if "measure" in command else captured.out
     assert f"{NAMED}: scaled to this run: linear × " in said
-    assert "warning: profile h100-nvlink-ib is for cuda, but this run is on cpu; speeds are not scaled" in said
+    assert (
+        "warning: profile h100-nvlink-ib is for cuda, but this run is on cpu; speeds are not scaled"
+        in said
+    )
 
 
-SMALL_PRESET = ["model.preset=small", "train.device=cpu", "batch.tokens_per_rank=1024", "batch.global_tokens=8000"]
+SMALL_PRESET = [
+    "model.preset=small",
+    "train.device=cpu",
+    "batch.tokens_per_rank=1024",
+    "batch.global_tokens=8000",
+]
 
 
 @pytest.mark.slow
@@ -385,13 +563,18 @@ def test_memory_is_that_of_the_plans_that_each_choice_would_make(store: Path) ->
     small = [*SMALL_PRESET, f"data.store={store}", "data.max_length=1500"]
     opened, shape = Store.open(store), load(None, small).model.shape(257).spec
     for row, memory in RunMemory(shape, opened, 8, False).choices(load(None, small, world_size=8)):
-        own = load(None, [*small, *(f"{name}={value}" for name, value in row.items())], world_size=8)
+        own = load(
+            None, [*small, *(f"{name}={value}" for name, value in row.items())], world_size=8
+        )
         assert memory == RunMemory(shape, opened, 8, False).peak(own)
 
 
 def test_the_cheapest_change_fits_by_its_own_plans(store: Path) -> None:
-    """One byte less than recomputation needs is not enough, whatever the plans without recomputation need."""
-    config = load(None, [*SMALL_PRESET, f"data.store={store}", "data.max_length=1500"], world_size=8)
+    """One byte less than recomputation needs is not enough, whatever the plans without
+    recomputation need."""
+    config = load(
+        None, [*SMALL_PRESET, f"data.store={store}", "data.max_length=1500"], world_size=8
+    )
     opened, shape = Store.open(store), config.model.shape(257).spec
 
     def need(tried: Config) -> int:
@@ -415,7 +598,16 @@ def test_planning_without_a_run_reports_the_profile(
 ) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("3000\n500\n")
-    common = ["plan", "--lengths", str(lengths), "--ranks", "4", "--tokens-per-rank", "1024", *arguments]
+    common = [
+        "plan",
+        "--lengths",
+        str(lengths),
+        "--ranks",
+        "4",
+        "--tokens-per-rank",
+        "1024",
+        *arguments,
+    ]
     assert main(common) == 0
     assert said in capsys.readouterr().out
     assert main([*common, "--json"]) == 0
@@ -426,13 +618,31 @@ def test_planning_without_a_run_reports_the_profile(
     assert "40 stages" in capsys.readouterr().err
 
 
-def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_scales_to_the_model_whose_bytes_it_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("30000\n500\n")
-    assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "llama-3.2-1b", "--json"]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                "--lengths",
+                str(lengths),
+                "--ranks",
+                "4",
+                "--model",
+                "llama-3.2-1b",
+                "--json",
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr()
     assert f"{NAMED}: scaled to llama-3.2-1b: linear × 0.1" in told.err
-    step = next(row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto")
+    step = next(
+        row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto"
+    )
     scaled = preset_profile("h100-nvlink-ib", "llama-3.2-1b").profile
     plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)
     assert step == pytest.approx(plan.makespan_s)
@@ -440,7 +650,16 @@ def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys
 
 def test_float8_makes_products_faster() -> None:
     """Attention, messages and fixed costs stay as they are."""
-    given = ["model.preset=llama-3.1-8b", "context.profile=h100-nvlink-ib", "train.device=cuda", "model.vocab_size=128256"]
-    plain, faster = (run_profile(load(None, [*given, *more]), 1) for more in ([], ["train.float8=rowwise"]))
-    assert faster.profile == replace(plain.profile, linear_s_per_token=FLOAT8_TIME * plain.profile.linear_s_per_token)
+    given = [
+        "model.preset=llama-3.1-8b",
+        "context.profile=h100-nvlink-ib",
+        "train.device=cuda",
+        "model.vocab_size=128256",
+    ]
+    plain, faster = (
+        run_profile(load(None, [*given, *more]), 1) for more in ([], ["train.float8=rowwise"])
+    )
+    assert faster.profile == replace(
+        plain.profile, linear_s_per_token=FLOAT8_TIME * plain.profile.linear_s_per_token
+    )
     assert "products in float8 are taken to take 60% of the time of bfloat16" in faster.lines

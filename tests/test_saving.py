@@ -1,4 +1,5 @@
-"""Checkpoints that are written beside training: of the moment they began, published on all ranks together, or refused."""
+"""Checkpoints that are written beside training: of the moment they began, published on all ranks
+together, or refused."""
 
 import errno
 import os
@@ -53,7 +54,8 @@ def wait_until_written(trainer: Trainer) -> None:
 
 
 def trained_on_while_written(store: Path, run: Path, settings: list[str]) -> list[float]:
-    """Losses of steps 2 to 4; the checkpoint of step 1 is written, on rank 1 last, while steps 2 and 3 change the weights."""
+    """Losses of steps 2 to 4; the checkpoint of step 1 is written, on rank 1 last, while steps 2
+    and 3 change the weights."""
     trainer, losses = start(store, run, settings), []
     with trainer.loader, held() as may_write:
         trainer.step()
@@ -86,7 +88,12 @@ def resumed(store: Path, run: Path, settings: list[str]) -> list[float]:
 
 @pytest.mark.parametrize(
     "settings",
-    [[], pytest.param(["parallel.tensor_parallel_size=2", "train.dtype=bfloat16"], marks=pytest.mark.slow)],
+    [
+        [],
+        pytest.param(
+            ["parallel.tensor_parallel_size=2", "train.dtype=bfloat16"], marks=pytest.mark.slow
+        ),
+    ],
     ids=["fsdp", "tensor"],
 )
 def test_a_checkpoint_is_of_the_moment_when_it_began(
@@ -107,7 +114,9 @@ def without_room(store: Path, run: Path) -> tuple[bool, list[str]]:
     return waited, names(run)
 
 
-def test_a_rank_without_room_for_a_copy_waits(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_a_rank_without_room_for_a_copy_waits(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     (_, there), (waited, _) = workers.run(without_room, 2, store, tmp_path)
     assert waited and there == NAMES
     assert workers.run(resumed, 2, store, tmp_path, []), "it is complete"
@@ -127,7 +136,10 @@ def test_a_write_that_fails_stops_all_ranks(workers: Workers, store: Path, tmp_p
     """At the same step on all ranks, named with the rank; the incomplete checkpoint is deleted."""
     answers = workers.run(with_a_disk_that_fills, 2, store, tmp_path)
     assert answers[0] == answers[1] and answers[0][1] == []
-    assert "rank 1: [Errno 28] No space left on device. Earlier checkpoints are intact" in answers[0][0]
+    assert (
+        "rank 1: [Errno 28] No space left on device. Earlier checkpoints are intact"
+        in answers[0][0]
+    )
     assert "free disk space, then --resume" in answers[0][0] and len(answers[0][0]) < 400
 
 
@@ -135,13 +147,17 @@ def with_state_that_cannot_be_written(store: Path, run: Path) -> str:
     trainer = start(store, run, [])
     with trainer.loader, pytest.MonkeyPatch.context() as patch:
         trainer.step()
-        patch.setattr(saving, "publish", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
+        patch.setattr(
+            saving, "publish", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only"))
+        )
         with pytest.raises(NotWritten) as error:
             trainer.save()
     return str(error.value)
 
 
-def test_a_state_that_cannot_be_written_stops_all_ranks(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_written_stops_all_ranks(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     answers = workers.run(with_state_that_cannot_be_written, 2, store, tmp_path)
     assert answers[0] == answers[1] and "rank 0: [Errno 30] Read-only" in answers[0]
 
@@ -162,7 +178,9 @@ def not_finite_after_a_checkpoint(store: Path, run: Path) -> list[str]:
     return names(run)
 
 
-def updated_after_a_checkpoint_of_nothing(store: Path, run: Path, saves: bool) -> list[torch.Tensor]:
+def updated_after_a_checkpoint_of_nothing(
+    store: Path, run: Path, saves: bool
+) -> list[torch.Tensor]:
     """Weights after a step, before which a checkpoint was written or not."""
     trainer = start(store, run, [])
     with trainer.loader:
@@ -172,14 +190,19 @@ def updated_after_a_checkpoint_of_nothing(store: Path, run: Path, saves: bool) -
     return [parameter.detach().to_local().clone() for parameter in trainer.model.parameters()]
 
 
-def test_a_checkpoint_before_the_first_update_changes_nothing(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_update_changes_nothing(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     plain, saved = (
-        workers.run(updated_after_a_checkpoint_of_nothing, 1, store, tmp_path / str(s), s)[0] for s in (False, True)
+        workers.run(updated_after_a_checkpoint_of_nothing, 1, store, tmp_path / str(s), s)[0]
+        for s in (False, True)
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, saved, strict=True))
 
 
-def test_a_step_that_is_not_finite_leaves_the_checkpoint_before_it(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_leaves_the_checkpoint_before_it(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     assert workers.run(not_finite_after_a_checkpoint, 2, store, tmp_path) == [NAMES] * 2
     assert checkpoint.newest(tmp_path)[0].step == 1
 
@@ -189,7 +212,9 @@ def test_free_memory_of_this_machine() -> None:
     assert free is None or 1 << 20 < free < 1 << 50
 
 
-def test_a_full_disk_is_said_where_torch_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_where_torch_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the end of a file that was cut short, torch's writer says: unexpected pos 704 vs 598."""
     (tmp_path / "__0_0.distcp").write_bytes(b"0" * 598)
     task: Future[None] = Future()
@@ -198,5 +223,7 @@ def test_a_full_disk_is_said_where_torch_does_not(tmp_path: Path, monkeypatch: p
         (500, "No space left on device (unexpected pos 704 vs 598)"),
         (10**9, "unexpected pos 704 vs 598"),
     ):
-        monkeypatch.setattr(saving.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(
+            saving.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
+        )
         assert saving._said(task, tmp_path) == said

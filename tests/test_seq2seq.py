@@ -1,4 +1,5 @@
-"""Encoder-decoders with ring attention have the loss and the gradients of one process that takes document after document."""
+"""Encoder-decoders with ring attention have the loss and the gradients of one process that takes
+document after document."""
 
 from itertools import product
 from random import Random
@@ -15,11 +16,22 @@ from tests.data_cases import placed_plan
 from tests.huggingface_cases import build_model
 from tests.marks import slow_unless
 from tests.pretrained_cases import largest_error
-from tests.seq2seq_cases import SETTINGS, START, build_seq2seq, documents, packed, packed_at_random, take_gradients, unpacked
+from tests.seq2seq_cases import (
+    SETTINGS,
+    START,
+    build_seq2seq,
+    documents,
+    packed,
+    packed_at_random,
+    take_gradients,
+    unpacked,
+)
 from tests.test_examples import load
 from tests.workers import Workers
 
-QUICK = slow_unless(lambda kind, ranks: ranks == (4 if kind == "t5gemma" else 3), product(SETTINGS, (1, 2, 3, 4)))
+QUICK = slow_unless(
+    lambda kind, ranks: ranks == (4 if kind == "t5gemma" else 3), product(SETTINGS, (1, 2, 3, 4))
+)
 
 
 def ones(tokens: int) -> torch.Tensor:
@@ -41,7 +53,9 @@ def test_random_lengths_and_plans(workers: Workers) -> None:
     random = Random(0)
 
     def lengths(count: int) -> tuple[int, ...]:
-        return tuple(random.choice((1, random.randint(1, 9), random.randint(1, 100))) for _ in range(count))
+        return tuple(
+            random.choice((1, random.randint(1, 9), random.randint(1, 100))) for _ in range(count)
+        )
 
     drawn = [(lengths(count), lengths(count), seed) for seed, count in enumerate((1, 4, 8))]
     model = build_seq2seq()
@@ -71,7 +85,8 @@ def loss_of_one(model: Any) -> float:
 
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
 def test_windows_are_those_of_the_config(part: str) -> None:
-    """An encoder's window counts the tokens on each side without the token itself, a decoder's the token too."""
+    """An encoder's window counts the tokens on each side without the token itself, a decoder's the
+    token too."""
     read, written, _ = documents((40,), (30,))
     expected = unpacked(build_seq2seq(), read, written, written)
     assert loss_of_one(build_seq2seq()) == pytest.approx(expected, rel=1e-5)
@@ -88,33 +103,58 @@ def test_padding_tokens_are_ordinary_tokens_of_packed_documents() -> None:
     model = build_seq2seq()
     inputs = torch.cat([torch.tensor([START]), written[0][:-1]])[None]
     ones = {"attention_mask": torch.ones(1, 40), "decoder_attention_mask": torch.ones(1, 30)}
-    expected = model(input_ids=read[0][None], decoder_input_ids=inputs, labels=written[0][None], **ones).loss.item()
+    expected = model(
+        input_ids=read[0][None], decoder_input_ids=inputs, labels=written[0][None], **ones
+    ).loss.item()
     prepare(model)
     plan = placed_plan([70], 1, [[Placement(0, 0, 1)]])
     (batch,), targets = pack_seq2seq(plan, 0, read, written, start_token=START)
-    assert model(**model_inputs(model, batch, targets)).loss.item() == pytest.approx(expected, rel=1e-5)
+    assert model(**model_inputs(model, batch, targets)).loss.item() == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 SIZES = {"vocab_size": 64, "d_model": 32}
-SIZES_OF_BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, **SIZES}
+SIZES_OF_BART = {
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    **SIZES,
+}
 SIZES_OF_T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, **SIZES}
 
 
 def small(kind: str) -> Any:
     """Builds an encoder-decoder that is not supported."""
     if kind == "bert":
-        size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-        parts = transformers.BertConfig(**size), transformers.BertConfig(**size, is_decoder=True, add_cross_attention=True)
+        size = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+        }
+        parts = (
+            transformers.BertConfig(**size),
+            transformers.BertConfig(**size, is_decoder=True, add_cross_attention=True),
+        )
         config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
         return transformers.EncoderDecoderModel(config).eval()
-    config = transformers.AutoConfig.for_model(kind, **(SIZES_OF_T5 if "t5" in kind else SIZES_OF_BART))
+    config = transformers.AutoConfig.for_model(
+        kind, **(SIZES_OF_T5 if "t5" in kind else SIZES_OF_BART)
+    )
     return transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("t5", "T5Attention adds a bias by relative position to the scores, as in T5, which no attention kernel here supports"),
+        (
+            "t5",
+            "T5Attention adds a bias by relative position to the scores, as in T5, which no "
+            "attention kernel here supports",
+        ),
         ("umt5", "UMT5Attention adds a bias by relative position"),
         ("bart", "BartAttention is of a model whose decoder takes no decoder_position_ids"),
         ("led", "computes attention itself, not through transformers' attention interface"),
@@ -130,7 +170,10 @@ def test_other_families_are_refused(kind: str, message: str) -> None:
 
 
 def test_settings_that_would_change_results_are_refused() -> None:
-    with pytest.raises(HuggingFaceError, match="T5GemmaModel does not return logits for every token: use an encoder-decoder"):
+    with pytest.raises(
+        HuggingFaceError,
+        match="T5GemmaModel does not return logits for every token: use an encoder-decoder",
+    ):
         prepare(build_seq2seq().model)
     chunked = build_seq2seq()
     chunked.model.decoder.config.layer_types = ["chunked_attention"] * 2
@@ -145,7 +188,9 @@ def test_settings_that_would_change_results_are_refused() -> None:
 
 def pack_one() -> tuple[Any, int]:
     read, written, _ = documents((4,), (3,))
-    return pack_seq2seq(placed_plan([7], 1, [[Placement(0, 0, 1)]]), 0, read, written, start_token=START)
+    return pack_seq2seq(
+        placed_plan([7], 1, [[Placement(0, 0, 1)]]), 0, read, written, start_token=START
+    )
 
 
 def test_batches_of_other_models_are_refused() -> None:
@@ -153,12 +198,16 @@ def test_batches_of_other_models_are_refused() -> None:
     prepare(model)
     (batch,), targets = pack_one()
     with pytest.raises(
-        HuggingFaceError, match="is no encoder-decoder, but the batch has a source: make it with pack_documents"
+        HuggingFaceError,
+        match="is no encoder-decoder, but the batch has a source: make it with pack_documents",
     ):
         model_inputs(causal, batch, targets)
     plan = placed_plan([7], 1, [[Placement(0, 0, 1)]])
     (plain,), targets = pack_documents(plan, 0, [ones(7)])
-    with pytest.raises(HuggingFaceError, match="is an encoder-decoder, but the batch has no source: make it with pack_seq2seq"):
+    with pytest.raises(
+        HuggingFaceError,
+        match="is an encoder-decoder, but the batch has no source: make it with pack_seq2seq",
+    ):
         model_inputs(model, plain, targets)
 
 
@@ -168,13 +217,19 @@ def test_sources_too_long_for_dynamic_rope_are_refused() -> None:
     for part, length in (("encoder", 36), ("decoder", 4)):
         model = build_seq2seq()
         rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-        getattr(model.model, part).config.update({"rope_parameters": rope, "max_position_embeddings": length})
+        getattr(model.model, part).config.update(
+            {"rope_parameters": rope, "max_position_embeddings": length}
+        )
         prepare(model)
         (batch,), targets = pack_seq2seq(plan, 0, [ones(36)], [ones(4)], start_token=START)
         model_inputs(model, batch, targets)
         longer = [37, 3] if part == "encoder" else [35, 5]
-        (batch,), targets = pack_seq2seq(plan, 0, [ones(longer[0])], [ones(longer[1])], start_token=START)
-        with pytest.raises(HuggingFaceError, match=rf"a document has {length + 1} tokens, but RoPE of type dynamic"):
+        (batch,), targets = pack_seq2seq(
+            plan, 0, [ones(longer[0])], [ones(longer[1])], start_token=START
+        )
+        with pytest.raises(
+            HuggingFaceError, match=rf"a document has {length + 1} tokens, but RoPE of type dynamic"
+        ):
             model_inputs(model, batch, targets)
 
 
@@ -184,12 +239,17 @@ def test_documents_that_do_not_match_the_plan_are_refused() -> None:
     for given, message in (
         (([four], [four]), r"4 source and 4 target tokens, but in the plan 7: .* plan their sum"),
         (([ones(7)], [none]), r"7 source and 0 target tokens, .* give one or more of each"),
-        (([four, four], [three]), r"2 sources, 1 targets and 1 labels, but the plan has 1 documents"),
+        (
+            ([four, four], [three]),
+            r"2 sources, 1 targets and 1 labels, but the plan has 1 documents",
+        ),
         (([four[None]], [three]), r"sources\[0\] has shape \[1, 4\]"),
         (([four], [three], [four]), r"labels of \[4\]: give one axis"),
     ):
         with pytest.raises(PackingError, match=message):
-            pack_seq2seq(plan, 0, *given[:2], start_token=START, labels=given[2] if len(given) > 2 else None)
+            pack_seq2seq(
+                plan, 0, *given[:2], start_token=START, labels=given[2] if len(given) > 2 else None
+            )
 
 
 def step_of_the_example() -> tuple[float, dict[str, torch.Tensor], dict[int, int]]:

@@ -1,4 +1,5 @@
-"""Plans of encoder-decoders: what tokens of sources and of targets cost, and how even the ranks are."""
+"""Plans of encoder-decoders: what tokens of sources and of targets cost, and how even the ranks
+are."""
 
 import random
 from dataclasses import replace
@@ -24,19 +25,39 @@ from tests.data_cases import PROFILE
 def spec() -> ModelSpec:
     """Sizes of T5Gemma with an encoder like Gemma 2 9B and a decoder like Gemma 2 2B."""
     both = {"head_dim": 256, "vocab_size": 256_000}
-    encoder = {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16}
-    decoder = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
-    parts = {"encoder": encoder | both | {"num_key_value_heads": 8}, "decoder": decoder | both | {"num_key_value_heads": 4}}
+    encoder = {
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 16,
+    }
+    decoder = {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    }
+    parts = {
+        "encoder": encoder | both | {"num_key_value_heads": 8},
+        "decoder": decoder | both | {"num_key_value_heads": 4},
+    }
     with torch.device("meta"):
-        return spec_of_seq2seq(T5GemmaForConditionalGeneration(T5GemmaConfig(**parts, vocab_size=256_000)))
+        return spec_of_seq2seq(
+            T5GemmaForConditionalGeneration(T5GemmaConfig(**parts, vocab_size=256_000))
+        )
 
 
 def products(spec: ModelSpec, source: int, target: int) -> int:
-    """Returns parameters times the tokens that they multiply: encoder and crossed K and V those of the source."""
+    """Returns parameters times the tokens that they multiply: encoder and crossed K and V those of
+    the source."""
     encoder, decoder = spec.layers[: spec.encoder_layers], spec.layers[spec.encoder_layers :]
     crossed = sum(layer.source_parameters for layer in decoder)
-    of_target = sum(layer.matrix_parameters for layer in decoder) - crossed + spec.vocabulary_parameters
-    return (sum(layer.matrix_parameters for layer in encoder) + crossed) * source + of_target * target
+    of_target = (
+        sum(layer.matrix_parameters for layer in decoder) - crossed + spec.vocabulary_parameters
+    )
+    return (
+        sum(layer.matrix_parameters for layer in encoder) + crossed
+    ) * source + of_target * target
 
 
 def flops_of(spec: ModelSpec, source: int, target: int) -> int:
@@ -53,9 +74,13 @@ def test_plans_count_the_attention_of_encoder_and_decoder() -> None:
     assert pairs.tolist() == [2 * (1.5 * 100 + 200 + 10 * 20), 2 * (1.5 * 36 + 0.5 + 6)]
     options = {"ranks": 4, "tokens_per_rank": 4000, "profile": PROFILE}
     plan = make_plan([4000, 4000, 500], sources=[3900, 100, 400], **options)
-    assert plan.sources == (3900, 100, 400) and plan.hash != make_plan([4000, 4000, 500], **options).hash
+    assert (
+        plan.sources == (3900, 100, 400)
+        and plan.hash != make_plan([4000, 4000, 500], **options).hash
+    )
     longest = [
-        make_plan([60_000], sources=[source], ranks=64, tokens_per_rank=60_000, profile=PROFILE) for source in (1, 59_999)
+        make_plan([60_000], sources=[source], ranks=64, tokens_per_rank=60_000, profile=PROFILE)
+        for source in (1, 59_999)
     ]
     assert longest[1].makespan_s > longest[0].makespan_s
     with pytest.raises(PlanError, match="document 1 has 5 tokens, 5 of the source"):
@@ -65,16 +90,23 @@ def test_plans_count_the_attention_of_encoder_and_decoder() -> None:
 
 
 def test_tokens_cost_what_their_blocks_do(spec: ModelSpec) -> None:
-    """Matrices: operations without attention. K and V: those of the encoder and of cross-attention, or of the decoder."""
+    """Matrices: operations without attention. K and V: those of the encoder and of cross-attention,
+    or of the decoder."""
     lengths, sources = np.array([900, 1000, 64]), (700, 10, 32)
     amounts = Amounts.of(lengths, sources=sources, parts=spec.parts)
-    written = [(length - source, source) for length, source in zip(lengths.tolist(), sources, strict=True)]
+    written = [
+        (length - source, source) for length, source in zip(lengths.tolist(), sources, strict=True)
+    ]
     matrices = [products(spec, s, t) for t, s in written]
     assert amounts.products is not None and amounts.keys is not None
-    np.testing.assert_allclose(lengths + amounts.products, 2 * np.array(matrices) / products(spec, 1, 1), rtol=1e-12)
+    np.testing.assert_allclose(
+        lengths + amounts.products, 2 * np.array(matrices) / products(spec, 1, 1), rtol=1e-12
+    )
     of_source, of_target = 42 * 2048 + 26 * 1024, 26 * 1024
     bytes_of_keys = np.array([of_source * s + of_target * t for t, s in written])
-    np.testing.assert_allclose(amounts.keys, bytes_of_keys * 2 / (of_source + of_target), rtol=1e-12)
+    np.testing.assert_allclose(
+        amounts.keys, bytes_of_keys * 2 / (of_source + of_target), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("mode", ["auto", "static", "bins"])
@@ -84,7 +116,12 @@ def test_predicted_times_are_at_least_the_bound(mode: str) -> None:
         lengths = [draw.choice([2, 3, draw.randint(2, 4000)]) for _ in range(draw.randint(1, 30))]
         sources = [draw.randint(1, length - 1) for length in lengths]
         parts = PartCosts(draw.uniform(0.2, 3), draw.uniform(0.1, 1.9), draw.uniform(0.1, 1.9))
-        options = {"ranks": draw.randint(1, 7), "tokens_per_rank": 4000, "profile": PROFILE, "mode": mode}
+        options = {
+            "ranks": draw.randint(1, 7),
+            "tokens_per_rank": 4000,
+            "profile": PROFILE,
+            "mode": mode,
+        }
         plan = make_plan(lengths, sources=sources, parts=parts, **options)
         assert plan_score(plan).makespan_ns / 1e9 == plan.makespan_s >= plan.lower_bound_s
 
@@ -93,10 +130,15 @@ def test_ranks_are_even_by_the_operations_of_both_parts(spec: ModelSpec) -> None
     draw = random.Random(1)
     lengths = [round(2 ** draw.uniform(6, 13)) for _ in range(600)]
     sources = [draw.randint(1, length - 1) for length in lengths]
-    config = load(None, ["context.profile=h100-nvlink-ib", "train.dtype=bfloat16", "train.device=cpu"])
+    config = load(
+        None, ["context.profile=h100-nvlink-ib", "train.dtype=bfloat16", "train.device=cpu"]
+    )
     profile = scaled_profile(config, spec, 16, queries_first=True).profile
     options = {"ranks": 16, "tokens_per_rank": 16384, "profile": profile, "sources": sources}
-    imbalance = [uneven(spec, make_plan(lengths, parts=parts, **options)) for parts in (EQUAL_PARTS, spec.parts)]
+    imbalance = [
+        uneven(spec, make_plan(lengths, parts=parts, **options))
+        for parts in (EQUAL_PARTS, spec.parts)
+    ]
     assert imbalance[1] < 1.02 < 1.15 < imbalance[0]
 
 
@@ -122,7 +164,13 @@ def test_plans_count_the_keys_and_the_matrices_of_both_parts(mode: str) -> None:
     nothing = {"attention_s_per_token2": 1e-30, "latency_s": 0.0, "launch_s": 0.0, "step_s": 0.0}
     for parts, more in cases:
         profile = replace(PROFILE, **nothing, **more)
-        options = {"ranks": 2, "tokens_per_rank": 4000, "profile": profile, "mode": mode, "sources": [source]}
+        options = {
+            "ranks": 2,
+            "tokens_per_rank": 4000,
+            "profile": profile,
+            "mode": mode,
+            "sources": [source],
+        }
         alike, apart = (make_plan([length], parts=each, **options) for each in (EQUAL_PARTS, parts))
         expected = (1.5 * source + 0.5 * (length - source)) / length
         assert apart.makespan_s / alike.makespan_s == pytest.approx(expected, rel=1e-3)

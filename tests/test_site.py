@@ -1,6 +1,7 @@
 """The site in a browser, on a phone and on a desk: nothing is wider than the screen, search finds.
 
-They need `.[docs]` and Chromium with its driver (Debian: `apt install chromium-driver`). Screenshots lie beside the site.
+They need `.[docs]` and Chromium with its driver (Debian: `apt install chromium-driver`).
+Screenshots lie beside the site.
 """
 
 import functools
@@ -52,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -71,27 +74,42 @@ def browser() -> Iterator[object]:
     ):
         options.add_argument(f"--{word}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     yield driver
     driver.quit()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_page_fits_its_screen(browser: webdriver.Chrome, folder: Path, address: str, width: int) -> None:
+def test_every_page_fits_its_screen(
+    browser: webdriver.Chrome, folder: Path, address: str, width: int
+) -> None:
     screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     wrong = []
-    pages = sorted(path.relative_to(folder) for path in folder.rglob("*.html") if "repository" not in path.parts)
+    pages = sorted(
+        path.relative_to(folder)
+        for path in folder.rglob("*.html")
+        if "repository" not in path.parts
+    )
     for page in pages:
         browser.get(f"{address}/{page}")
         broken = browser.execute_script(
-            "return [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
+            "return [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => "
+            "i.src)"
         )
         across = browser.execute_script("return document.documentElement.scrollWidth")
         log = browser.get_log("browser")
-        errors = [entry["message"] for entry in log if entry["level"] == "SEVERE" and "favicon.ico" not in entry["message"]]
+        errors = [
+            entry["message"]
+            for entry in log
+            if entry["level"] == "SEVERE" and "favicon.ico" not in entry["message"]
+        ]
         wider = browser.execute_script(WIDER)
-        browser.save_screenshot(str(folder.parent / f"{width}-{'-'.join(page.with_suffix('').parts)}.png"))
+        browser.save_screenshot(
+            str(folder.parent / f"{width}-{'-'.join(page.with_suffix('').parts)}.png")
+        )
         if broken or errors or wider or across > width:
             wrong.append((str(page), across, wider, broken, errors))
     assert len(pages) > 50 and wrong == [], f"screenshots: {folder.parent}"
@@ -101,6 +119,10 @@ def test_search_finds(browser: webdriver.Chrome, address: str) -> None:
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     browser.set_window_size(1400, 900)
     browser.get(address)
-    browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys("GRPOTrainer")
-    found = WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".md-search-result__link"))
+    browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys(
+        "GRPOTrainer"
+    )
+    found = WebDriverWait(browser, 20).until(
+        lambda driver: driver.find_elements(By.CSS_SELECTOR, ".md-search-result__link")
+    )
     assert any("/trainers/" in (link.get_attribute("href") or "") for link in found)

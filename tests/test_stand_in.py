@@ -7,7 +7,12 @@ import pytest
 
 from longctx.cli import main
 
-TINY = ["--model.preset=tiny", "--batch.global_tokens=4000", "--batch.tokens_per_rank=500", "--train.device=cpu"]
+TINY = [
+    "--model.preset=tiny",
+    "--batch.global_tokens=4000",
+    "--batch.tokens_per_rank=500",
+    "--train.device=cpu",
+]
 
 
 @pytest.fixture
@@ -24,20 +29,39 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_lengths_stand_in_for_a_store(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--dry-run", "--gpus", "2", "--train.steps=100", "--model.vocab_size=256", f"--lengths={lengths}", *TINY]
+    given = [
+        "--dry-run",
+        "--gpus",
+        "2",
+        "--train.steps=100",
+        "--model.vocab_size=256",
+        f"--lengths={lengths}",
+        *TINY,
+    ]
     out = said(capsys, "train", *given)
     assert f"from {lengths}" in out and "memory     " in out
     (count,) = re.findall(r"run        100 steps \(an epoch has (\d+), of 12,900 tokens\)", out)
     assert 1 <= int(count) <= 4, "steps of at least 4,000 tokens"
     assert re.search(r"; [\d.e+,]+ process hours per billion tokens\n", out)
-    saved = re.findall(r"gain       steps take (\d+)% less time than with one degree for all documents of a step", out)
+    saved = re.findall(
+        r"gain       steps take (\d+)% less time than with one degree for all documents of a step",
+        out,
+    )
     steps = [line.split() for line in out.splitlines() if re.match(r" +\d+ ", line)]
     ours, best = (sum(float(line[place]) for line in steps) for place in (4, 9))
     assert float(saved[0] if saved else 0) == pytest.approx(100 * (1 - ours / best), abs=1)
 
 
 def test_a_mix_stands_in_for_a_store(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--dry-run", "--gpus", "64", "--model.vocab_size=256", "--mix=magi_192k", *TINY, "--data.max_length=4000"]
+    given = [
+        "--dry-run",
+        "--gpus",
+        "64",
+        "--model.vocab_size=256",
+        "--mix=magi_192k",
+        *TINY,
+        "--data.max_length=4000",
+    ]
     out = said(capsys, "train", *given)
     assert "documents of the mix magi_192k" in out and "\nrun " in out and "\ngain " in out
 
@@ -46,12 +70,20 @@ def test_a_mix_stands_in_for_a_store(capsys: pytest.CaptureFixture[str]) -> None
     ("given", "message"),
     [
         (["--mix=magi_192k"], "--lengths and --mix need --dry-run"),
-        (["--mix=magi_192k", "--dry-run"], "model.vocab_size is null, and lengths have no tokenizer"),
-        (["--mix=magi_192k", "--dry-run", "--data.merge_prefixes=true"], "data.merge_prefixes is true, which needs tokens"),
+        (
+            ["--mix=magi_192k", "--dry-run"],
+            "model.vocab_size is null, and lengths have no tokenizer",
+        ),
+        (
+            ["--mix=magi_192k", "--dry-run", "--data.merge_prefixes=true"],
+            "data.merge_prefixes is true, which needs tokens",
+        ),
         (["--mix=magi_192k", "--dry-run", "--lengths=a.txt"], "not allowed with argument"),
     ],
 )
-def test_what_lengths_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
+def test_what_lengths_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], given: list[str], message: str
+) -> None:
     try:
         found = said(capsys, "train", *given, *TINY)
     except SystemExit:
@@ -60,24 +92,49 @@ def test_what_lengths_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], g
 
 
 def test_finetune_needs_data_or_lengths(capsys: pytest.CaptureFixture[str], lengths: Path) -> None:
-    assert "DATA is missing: give a file or folder" in said(capsys, "finetune", "owner/model", "--dry-run")
-    both = said(capsys, "finetune", "owner/model", "data.jsonl", "--dry-run", f"--lengths={lengths}")
+    assert "DATA is missing: give a file or folder" in said(
+        capsys, "finetune", "owner/model", "--dry-run"
+    )
+    both = said(
+        capsys, "finetune", "owner/model", "data.jsonl", "--dry-run", f"--lengths={lengths}"
+    )
     assert "DATA is data.jsonl, and --lengths or --mix would take its place: omit one" in both
 
 
 def test_without_a_store_a_dry_run_names_what_can_stand_in(
-    tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    repository: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Somebody with 64 GPUs tries a recipe first, which has no data: what the error says to type is a plan."""
+    """Somebody with 64 GPUs tries a recipe first, which has no data: what the error says to type is
+    a plan."""
     monkeypatch.chdir(tmp_path)
-    command = ["train", str(repository / "examples/recipes/pretrain-8b-128k.yaml"), "--dry-run", "--gpus", "64"]
+    command = [
+        "train",
+        str(repository / "examples/recipes/pretrain-8b-128k.yaml"),
+        "--dry-run",
+        "--gpus",
+        "64",
+    ]
     assert main(command) == 2
     refused = capsys.readouterr().err
-    assert "longctx prepare" in refused and "--mix wlb_128k or --lengths FILE, with --model.vocab_size" in refused
+    assert (
+        "longctx prepare" in refused
+        and "--mix wlb_128k or --lengths FILE, with --model.vocab_size" in refused
+    )
 
 
 @pytest.mark.slow
-def test_what_a_dry_run_without_a_store_is_told_to_type_is_a_plan(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["train", str(repository / "examples/recipes/pretrain-8b-128k.yaml"), "--dry-run", "--gpus", "64"]
+def test_what_a_dry_run_without_a_store_is_told_to_type_is_a_plan(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "train",
+        str(repository / "examples/recipes/pretrain-8b-128k.yaml"),
+        "--dry-run",
+        "--gpus",
+        "64",
+    ]
     assert main([*command, "--mix", "wlb_128k", "--model.vocab_size", "128256"]) == 0
     assert "GPU hours per billion tokens" in capsys.readouterr().out

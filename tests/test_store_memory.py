@@ -1,4 +1,5 @@
-"""A store may be larger than memory: its tokens stay in the file, whether it is read alone or with others."""
+"""A store may be larger than memory: its tokens stay in the file, whether it is read alone or with
+others."""
 
 import gc
 import shutil
@@ -34,17 +35,25 @@ def large_store(folder: Path, documents: int, length: int, seed: int) -> Path:
     shutil.copytree(small.path, out)
     (part,) = (name for name in small.manifest.files if name.endswith(".arrow"))
     schema, random = store_schema(small.tokenizer), np.random.default_rng(seed)
-    with pyarrow.OSFile(str(out / part), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
+    with (
+        pyarrow.OSFile(str(out / part), "wb") as file,
+        pyarrow.ipc.new_stream(file, schema) as stream,
+    ):
         for number in range(documents):
             columns = [
                 [f"document {number}"],
-                pyarrow.ListArray.from_arrays([0, length], random.integers(0, 256, length, np.uint16)),
+                pyarrow.ListArray.from_arrays(
+                    [0, length], random.integers(0, 256, length, np.uint16)
+                ),
                 [length],
                 [length - 1],
                 [None],
                 [1.0],
             ]
-            arrays = [pyarrow.array(column, kind.type) for column, kind in zip(columns, schema, strict=True)]
+            arrays = [
+                pyarrow.array(column, kind.type)
+                for column, kind in zip(columns, schema, strict=True)
+            ]
             stream.write_batch(pyarrow.record_batch(arrays, schema=schema))
     replace(
         small.manifest,
@@ -58,16 +67,25 @@ def large_store(folder: Path, documents: int, length: int, seed: int) -> Path:
     return out
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads Linux's account of memory"
+)
 def test_reading_every_token_holds_none_of_them(tmp_path: Path) -> None:
-    paths = [large_store(tmp_path, documents, 1 << 19, seed) for seed, documents in enumerate((40, 24))]
+    paths = [
+        large_store(tmp_path, documents, 1 << 19, seed) for seed, documents in enumerate((40, 24))
+    ]
     assert sum(file.stat().st_size for path in paths for file in path.glob("*.arrow")) > 64 * MIB
     for chosen in (paths[:1], paths):
         before = anonymous_memory()
         opened = [Store.open(path) for path in chosen]
         store = opened[0] if len(opened) == 1 else Store.join(opened, [2, 1])
         steps = make_steps(
-            store, global_tokens=1 << 20, seed=0, max_length=1 << 17, long_documents="split", held_out_share=0.01
+            store,
+            global_tokens=1 << 20,
+            seed=0,
+            max_length=1 << 17,
+            long_documents="split",
+            held_out_share=0.01,
         )
         cursor, read = steps.start, 0
         while read < store.lengths.sum():
@@ -78,12 +96,16 @@ def test_reading_every_token_holds_none_of_them(tmp_path: Path) -> None:
         assert anonymous_memory() - before < 12 * MIB
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads Linux's account of memory"
+)
 def test_names_are_not_held(tmp_path: Path) -> None:
     """Python's strings of 300,000 names take 20 MB."""
     path = large_store(tmp_path, 1, 10, 0)
     store = Store.open(path)
-    names = pyarrow.chunked_array([[f"some/folder/file.jsonl:{k * 1000 + n}" for n in range(1000)] for k in range(300)])
+    names = pyarrow.chunked_array(
+        [[f"some/folder/file.jsonl:{k * 1000 + n}" for n in range(1000)] for k in range(300)]
+    )
     store._names = names
     before = peak = anonymous_memory()
     for number, _ in enumerate(store.names):

@@ -1,4 +1,5 @@
-"""What is special about tensor parallelism: sizes, vocabulary, checkpoints. `tests.parity` compares losses of splits."""
+"""What is special about tensor parallelism: sizes, vocabulary, checkpoints. `tests.parity` compares
+losses of splits."""
 
 import json
 import shutil
@@ -36,22 +37,38 @@ def assert_equal(split: list[StepMetrics], alone: list[StepMetrics]) -> None:
     assert [m.grad_norm for m in split] == pytest.approx([m.grad_norm for m in alone], rel=1e-4)
 
 
-ODD = ["model.vocab_size=271", "model.intermediate_size=67", "model.hidden_size=37", "model.num_key_value_heads=4"]
-"""Only the heads are divisible by the tensor ranks; no other size is, nor a tensor rank's part by the domain."""
+ODD = [
+    "model.vocab_size=271",
+    "model.intermediate_size=67",
+    "model.hidden_size=37",
+    "model.num_key_value_heads=4",
+]
+"""Only the heads are divisible by the tensor ranks; no other size is, nor a tensor rank's part by
+the domain."""
 
 
 @pytest.fixture(scope="module")
-def alone_odd(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+def alone_odd(
+    workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[StepMetrics]:
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone-odd"), ODD, 3)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(8, [FOUR, "batch.tokens_per_rank=752"]), (8, [TWO, "batch.tokens_per_rank=500", "parallel.shard_ranks=2"])],
+    [
+        (8, [FOUR, "batch.tokens_per_rank=752"]),
+        (8, [TWO, "batch.tokens_per_rank=500", "parallel.shard_ranks=2"]),
+    ],
 )
 def test_sizes_need_not_be_divisible(
-    workers: Workers, store: Path, alone_odd: list[StepMetrics], tmp_path: Path, ranks: int, settings: list[str]
+    workers: Workers,
+    store: Path,
+    alone_odd: list[StepMetrics],
+    tmp_path: Path,
+    ranks: int,
+    settings: list[str],
 ) -> None:
     assert_equal(workers.run(train, ranks, store, tmp_path, [*ODD, *settings], 2)[0], alone_odd)
 
@@ -62,9 +79,14 @@ def test_resume_of_sizes_that_are_not_divisible(
 ) -> None:
     settings = [*ODD, TWO, "batch.tokens_per_rank=750"]
     workers.run(train_then_save, 4, store, tmp_path / "saved", settings, 1)
-    for ranks, other in ((1, [WITHOUT, "batch.tokens_per_rank=1500"]), (2, ["batch.tokens_per_rank=1500"])):
+    for ranks, other in (
+        (1, [WITHOUT, "batch.tokens_per_rank=1500"]),
+        (2, ["batch.tokens_per_rank=1500"]),
+    ):
         run = shutil.copytree(tmp_path / "saved", tmp_path / f"on-{ranks}")
-        assert_equal(workers.run(train, ranks, store, run, [*settings, *other], 2, True)[0], alone_odd[1:])
+        assert_equal(
+            workers.run(train, ranks, store, run, [*settings, *other], 2, True)[0], alone_odd[1:]
+        )
 
 
 def test_tokens_are_counted_once(workers: Workers, store: Path, tmp_path: Path) -> None:
@@ -72,16 +94,23 @@ def test_tokens_are_counted_once(workers: Workers, store: Path, tmp_path: Path) 
         padding = metrics.tokens % 2
         assert metrics.micro_batches == 1
         assert metrics.padding_share == padding / (metrics.tokens + padding)
-        assert metrics.tokens_per_s_per_rank == pytest.approx(metrics.tokens / metrics.step_time_s / 2)
+        assert metrics.tokens_per_s_per_rank == pytest.approx(
+            metrics.tokens / metrics.step_time_s / 2
+        )
 
 
 def first_weights(store: Path, run: Path, settings: list[str]) -> tuple[float, int]:
-    """Returns the share of the model's parameters on this rank, and the maximum length of documents."""
-    trainer = start(store, run, [TWO, UNTIED, "data.max_length=null", "batch.tokens_per_rank=700", *settings])
+    """Returns the share of the model's parameters on this rank, and the maximum length of
+    documents."""
+    trainer = start(
+        store, run, [TWO, UNTIED, "data.max_length=null", "batch.tokens_per_rank=700", *settings]
+    )
     trainer.loader.close()
     whole = Decoder(trainer.model.shape)
     whole.initialize(trainer.config.train.seed)
-    for (name, mine), wanted in zip(trainer.model.named_parameters(), whole.parameters(), strict=True):
+    for (name, mine), wanted in zip(
+        trainer.model.named_parameters(), whole.parameters(), strict=True
+    ):
         torch.testing.assert_close(mine.full_tensor(), wanted, rtol=0, atol=0, msg=name)
     held = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
     return held / trainer.model.spec.parameters, int(trainer.loader.state_dict()["max_length"])
@@ -95,22 +124,33 @@ def test_first_weights_and_documents_do_not_depend_on_the_split(
     shares = [share for share, _ in answers]
     assert sum(shares) == pytest.approx(1, abs=0.02), "only norms are on both ranks of the axis"
     assert max(shares) < 1.08 / ranks
-    assert {longest for _, longest in answers} == {700 * ranks // 2}, "the ranks of the domain hold a document, not all of them"
+    assert {longest for _, longest in answers} == {700 * ranks // 2}, (
+        "the ranks of the domain hold a document, not all of them"
+    )
 
 
 def loss_over_a_split_vocabulary() -> None:
-    """Loss and gradients in float64, chunk by chunk, against those of one process; 11 entries are not divisible."""
+    """Loss and gradients in float64, chunk by chunk, against those of one process; 11 entries are
+    not divisible."""
     ranks = dist.get_world_size()
     mesh = make_groups(torch.device("cpu"), tensor=ranks).tensor
     torch.manual_seed(0)
-    hidden, weight = torch.randn(6 * ranks, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(6 * ranks, 5, dtype=torch.float64),
+        torch.randn(11, 5, dtype=torch.float64),
+    )
     for valid in (0.7, 0.3, 0.0):
         labels = torch.randint(0, 11, (6 * ranks,)).where(torch.rand(6 * ranks) < valid, -100)
         plain = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
         wanted = cross_entropy_sum(plain[0], plain[1], labels, 7)
         (2 * wanted).backward()
-        split = [distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_() for tensor in (hidden, weight)]
-        found = cross_entropy_sum(split[0], split[1], labels, 7, chunk_tokens=4, rows=rows_with_labels(labels))
+        split = [
+            distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_()
+            for tensor in (hidden, weight)
+        ]
+        found = cross_entropy_sum(
+            split[0], split[1], labels, 7, chunk_tokens=4, rows=rows_with_labels(labels)
+        )
         (2 * found).backward()
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
         for mine, whole in zip(split, plain, strict=True):
@@ -136,7 +176,9 @@ def gradient_of_a_split_embedding() -> None:
     out = model.embed_tokens(tokens)
     assert torch.equal(out, F.embedding(tokens, whole).chunk(mesh.size())[mesh.get_local_rank()])
     out.square().sum().backward()
-    assert weight.grad.placements == (Shard(0),), "a whole gradient on every rank would take its size in memory"
+    assert weight.grad.placements == (Shard(0),), (
+        "a whole gradient on every rank would take its size in memory"
+    )
     assert len(weight.grad.to_local()) == len(weight.to_local())
     assert torch.equal(weight.grad.full_tensor(), whole.grad)
 
@@ -155,7 +197,9 @@ def gradient_of_frequent_entries() -> None:
     gradient = torch.rand(16_000, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     out.backward(gradient.chunk(mesh.size())[mesh.get_local_rank()])
     exact = torch.zeros(5, 3).index_add_(0, tokens, gradient.float())
-    torch.testing.assert_close(model.embed_tokens.weight.grad.full_tensor().float(), exact, rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        model.embed_tokens.weight.grad.full_tensor().float(), exact, rtol=1e-2, atol=0
+    )
 
 
 def test_gradient_of_frequent_entries_of_a_split_embedding_in_bfloat16(workers: Workers) -> None:
@@ -164,8 +208,12 @@ def test_gradient_of_frequent_entries_of_a_split_embedding_in_bfloat16(workers: 
 
 
 def test_one_process_writes_the_run_folder(workers: Workers, store: Path, tmp_path: Path) -> None:
-    assert workers.run(train_and_save, 2, store, tmp_path, [TWO, "train.steps=1", "checkpoint.every=1"]) == [True, True]
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert workers.run(
+        train_and_save, 2, store, tmp_path, [TWO, "train.steps=1", "checkpoint.every=1"]
+    ) == [True, True]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ] == [1]
     assert (tmp_path / "latest" / "state.json").is_file()
 
 

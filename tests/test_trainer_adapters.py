@@ -1,4 +1,5 @@
-"""Adapters in trainers: any that change layers by what a token itself is are exact, and others are refused."""
+"""Adapters in trainers: any that change layers by what a token itself is are exact, and others are
+refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,16 +42,25 @@ EMBEDDED: dict[str, tuple[Callable[[], Any], Any]] = {
     "kept tied": (tied, lora("embed_tokens", ensure_weight_tying=True)),
     "tokens": (model, tokens()),
     "tokens, tied": (tied, tokens()),
-    "tokens alone": (tied, peft.TrainableTokensConfig(token_indices=[1, 2, 5], task_type="CAUSAL_LM")),
+    "tokens alone": (
+        tied,
+        peft.TrainableTokensConfig(token_indices=[1, 2, 5], task_type="CAUSAL_LM"),
+    ),
     "saved": (tied, lora("q_proj", modules_to_save=["embed_tokens"])),
     "scaled": (lambda: model("gemma3"), lora("q_proj", "embed_tokens")),
     "linear attention": (lambda: model("mamba2"), lora("embeddings")),
-    "positions": (lambda: model("roberta"), peft.LoraConfig(r=4, target_modules=["position_embeddings", "word_embeddings"])),
+    "positions": (
+        lambda: model("roberta"),
+        peft.LoraConfig(r=4, target_modules=["position_embeddings", "word_embeddings"]),
+    ),
 }
 
 
-def losses(folder: Path, make: Callable[[], Any], dynamic: bool, steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
-    """Returns the losses of a training and the weights after it; adapters begin with random weights."""
+def losses(
+    folder: Path, make: Callable[[], Any], dynamic: bool, steps: int = 3
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Returns the losses of a training and the weights after it; adapters begin with random
+    weights."""
     torch.manual_seed(0)
     made = make()
     for name, weight in made.named_parameters():
@@ -64,7 +74,9 @@ def losses(folder: Path, make: Callable[[], Any], dynamic: bool, steps: int = 3)
     return logged, list(made.parameters())
 
 
-@pytest.mark.parametrize("case", slow_unless(lambda case: case in ("tied, both", "tokens, tied"), EMBEDDED))
+@pytest.mark.parametrize(
+    "case", slow_unless(lambda case: case in ("tied, both", "tokens, tied"), EMBEDDED)
+)
 def test_embeddings_that_adapters_wrap(tmp_path: Path, case: str) -> None:
     make, config = EMBEDDED[case]
     plain, expected = losses(tmp_path, lambda: peft.get_peft_model(make(), config), dynamic=False)
@@ -76,7 +88,9 @@ def test_embeddings_that_adapters_wrap(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_embeddings_that_adapters_wrap_on_several_ranks(workers: Workers, tmp_path: Path, ranks: int) -> None:
+def test_embeddings_that_adapters_wrap_on_several_ranks(
+    workers: Workers, tmp_path: Path, ranks: int
+) -> None:
     options = {"lora": "embedding", "num_train_epochs": 1}
     (plain,) = workers.run(finetune, 1, tmp_path / "plain", 1, False, options)
     ours = workers.run(finetune, ranks, tmp_path / "ours", 2, True, options)
@@ -102,7 +116,9 @@ def mixed() -> Any:
 
 def of_products() -> Any:
     """A model with adapters that draw numbers for dropouts that are 0."""
-    return peft.get_peft_model(model(), peft.LoHaConfig(r=4, target_modules=["q_proj"], init_weights=False))
+    return peft.get_peft_model(
+        model(), peft.LoHaConfig(r=4, target_modules=["q_proj"], init_weights=False)
+    )
 
 
 @pytest.mark.parametrize("make", [added, *slow_unless(lambda make: False, [mixed, of_products])])
@@ -112,7 +128,10 @@ def test_models_that_hold_adapters_in_other_ways(tmp_path: Path, make: Callable[
     assert ours == pytest.approx(plain, rel=1e-6)
 
 
-DRAW = "adapters draw random numbers in every call, which would be others on every rank: set their dropout to 0"
+DRAW = (
+    "adapters draw random numbers in every call, which would be others on every rank: set their "
+    "dropout to 0"
+)
 
 
 @pytest.mark.parametrize(
@@ -120,19 +139,35 @@ DRAW = "adapters draw random numbers in every call, which would be others on eve
     [
         (
             peft.AdaLoraConfig(total_step=20, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-            "ADALORA has a forward of its own, whose loss or input would be that of a micro-batch: use adapters of matrices",
+            "ADALORA has a forward of its own, whose loss or input would be that of a micro-batch: "
+            "use adapters of matrices",
         ),
-        (peft.PolyConfig(target_modules=["q_proj"], r=4, task_type="CAUSAL_LM"), "POLY has a forward of its own"),
+        (
+            peft.PolyConfig(target_modules=["q_proj"], r=4, task_type="CAUSAL_LM"),
+            "POLY has a forward of its own",
+        ),
         (
             peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-            "is not possible: PROMPT_TUNING adds virtual tokens to every document: use adapters of matrices, such as LoRA$",
+            "is not possible: PROMPT_TUNING adds virtual tokens to every document: use adapters of "
+            "matrices, such as LoRA$",
         ),
-        (lora("q_proj", alora_invocation_tokens=[5]), "alora_invocation_tokens switch adapters on from a place in the row"),
+        (
+            lora("q_proj", alora_invocation_tokens=[5]),
+            "alora_invocation_tokens switch adapters on from a place in the row",
+        ),
         (peft.LoHaConfig(target_modules=["q_proj"], module_dropout=0.5), DRAW),
         (peft.LoKrConfig(target_modules=["q_proj"], rank_dropout=0.5), DRAW),
         (peft.PveraConfig(target_modules=["v_proj"]), DRAW),
     ],
-    ids=["own loss", "own input", "prompt", "places", "dropped modules", "dropped ranks", "sampled"],
+    ids=[
+        "own loss",
+        "own input",
+        "prompt",
+        "places",
+        "dropped modules",
+        "dropped ranks",
+        "sampled",
+    ],
 )
 def test_adapters_that_do_more_are_refused(tmp_path: Path, config: Any, message: str) -> None:
     """They trained with other losses, or other masks on other ranks, and nothing was said."""

@@ -1,4 +1,5 @@
-"""Every model type that docs/families.md calls exact, in `transformers.Trainer`: two steps are those of one plain process."""
+"""Every model type that docs/families.md calls exact, in `transformers.Trainer`: two steps are
+those of one plain process."""
 
 import re
 from pathlib import Path
@@ -22,18 +23,32 @@ OTHER = {
 
 
 def steps(folder: Path, kind: str, dynamic: bool) -> dict[str, Any]:
-    """Trains on twelve documents a step. The plain way takes them one by one, as transformers would pad some models wrongly."""
+    """Trains on twelve documents a step. The plain way takes them one by one, as transformers would
+    pad some models wrongly."""
     from transformers import Trainer, TrainingArguments
 
-    ranks, alone = as_rank(), {} if dynamic else {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}
-    rows = [{name: [each % 64 if each >= 0 else each for each in ids] for name, ids in row.items()} for row in documents(12)]
+    ranks, alone = (
+        as_rank(),
+        {} if dynamic else {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12},
+    )
+    rows = [
+        {name: [each % 64 if each >= 0 else each for each in ids] for name, ids in row.items()}
+        for row in documents(12)
+    ]
     for row in rows:
-        row["labels"][0] = -100  # some models of transformers divide by labels that nothing predicts
+        # Some models of transformers divide by labels that nothing predicts.
+        row["labels"][0] = -100
     model = build(kind, "eager")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    given = {"max_steps": 2, "eval_strategy": "no", "learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0}
+    given = {
+        "max_steps": 2,
+        "eval_strategy": "no",
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+    }
     trainer = Trainer(
         model,
         TrainingArguments(**arguments(folder, ranks, 1, **given) | alone),
@@ -48,7 +63,9 @@ def steps(folder: Path, kind: str, dynamic: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EXACT if kind not in OTHER])
-def test_a_trainer_computes_what_one_plain_process_computes(workers: Workers, tmp_path: Path, kind: str) -> None:
+def test_a_trainer_computes_what_one_plain_process_computes(
+    workers: Workers, tmp_path: Path, kind: str
+) -> None:
     (expected,) = workers.run(steps, 1, tmp_path, kind, False)
     ours, _ = workers.run(steps, 2, tmp_path, kind, True)
     assert max(ours["degrees"]) == 2

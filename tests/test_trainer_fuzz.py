@@ -1,4 +1,5 @@
-"""Trainers, collators, masks, adapters and settings drawn at random: each is exact or refused in words, and nothing else."""
+"""Trainers, collators, masks, adapters and settings drawn at random: each is exact or refused in
+words, and nothing else."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +27,11 @@ def left(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     shifts = (batch["attention_mask"] == 0).sum(-1)
     moved = {}
     for name, field in batch.items():
-        rows = [row.roll(int(shift), 0) for row, shift in zip(field, shifts, strict=True)] if field.dim() == 2 else field
+        rows = (
+            [row.roll(int(shift), 0) for row, shift in zip(field, shifts, strict=True)]
+            if field.dim() == 2
+            else field
+        )
         moved[name] = torch.stack(rows) if isinstance(rows, list) else rows
     return moved
 
@@ -47,16 +52,27 @@ CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "numbered mask": lambda batch: batch | {"attention_mask": batch["attention_mask"] * 2},
     "four axes": causal,
     "hole": lambda batch: (
-        batch | {"attention_mask": batch["attention_mask"] * (torch.arange(batch["attention_mask"].shape[-1]) != 1)}
+        batch
+        | {
+            "attention_mask": batch["attention_mask"]
+            * (torch.arange(batch["attention_mask"].shape[-1]) != 1)
+        }
     ),
     "short mask": lambda batch: batch | {"attention_mask": batch["attention_mask"][..., :-1]},
-    "no mask": lambda batch: {name: field for name, field in batch.items() if name != "attention_mask"},
+    "no mask": lambda batch: {
+        name: field for name, field in batch.items() if name != "attention_mask"
+    },
     "segments": lambda batch: batch | {"token_type_ids": 0 * batch["input_ids"]},
     "other segments": lambda batch: (
-        batch | {"token_type_ids": (torch.arange(batch["input_ids"].shape[-1]) > 1) + 0 * batch["input_ids"]}
+        batch
+        | {
+            "token_type_ids": (torch.arange(batch["input_ids"].shape[-1]) > 1)
+            + 0 * batch["input_ids"]
+        }
     ),
     "positions": lambda batch: (
-        batch | {"position_ids": torch.arange(batch["input_ids"].shape[-1]).expand_as(batch["input_ids"])}
+        batch
+        | {"position_ids": torch.arange(batch["input_ids"].shape[-1]).expand_as(batch["input_ids"])}
     ),
     "lists": lambda batch: {name: field.tolist() for name, field in batch.items()},
     "tuple": lambda batch: tuple(batch.values()),
@@ -67,7 +83,9 @@ KINDS = ("steps", "mixture", "masked", "function", "own", *HEADS)
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
     "lora": lambda: peft.LoraConfig(r=4, target_modules="all-linear"),
-    "embedding": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens", "word_embeddings", "q_proj", "query"]),
+    "embedding": lambda: peft.LoraConfig(
+        r=4, target_modules=["embed_tokens", "word_embeddings", "q_proj", "query"]
+    ),
     "dora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "query"], use_dora=True),
     "loha": lambda: peft.LoHaConfig(r=4, target_modules=["q_proj", "query"]),
     "dropped": lambda: peft.LoHaConfig(r=4, target_modules=["q_proj", "query"], module_dropout=0.5),
@@ -93,13 +111,21 @@ def made(kind: str) -> Any:
     return model({"mixture": "qwen3_moe", "masked": "bert"}.get(kind, "qwen2"))
 
 
-def losses(folder: Path, case: tuple[str, str, str, Mapping[str, Any]], dynamic: bool) -> list[float]:
+def losses(
+    folder: Path, case: tuple[str, str, str, Mapping[str, Any]], dynamic: bool
+) -> list[float]:
     from transformers import Trainer
 
     kind, change, adapter, settings = case
 
     class Own(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        def compute_loss(
+            self,
+            model: Any,
+            inputs: Any,
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
+        ) -> Any:
             outputs = model(**inputs)
             loss = F.cross_entropy(outputs.logits[:, 0], inputs["input_ids"][:, 0] % CLASSES)
             return (loss, outputs) if return_outputs else loss
@@ -112,9 +138,17 @@ def losses(folder: Path, case: tuple[str, str, str, Mapping[str, Any]], dynamic:
             if weight.requires_grad:
                 torch.nn.init.normal_(weight, std=0.1)
     rows = labelled(documents(), kind) if kind in HEADS else documents()
-    options = {"max_steps": STEPS, "optim": "sgd", "learning_rate": 0.05, "include_num_input_tokens_seen": "no", **settings}
+    options = {
+        "max_steps": STEPS,
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "include_num_input_tokens_seen": "no",
+        **settings,
+    }
     ours = trainer(folder, of=of, data=rows, kind=Own if kind == "own" else None, **options)
-    ours.data_collator = lambda examples: CHANGES[change]((collate if kind in HEADS else pad)(examples))
+    ours.data_collator = lambda examples: CHANGES[change](
+        (collate if kind in HEADS else pad)(examples)
+    )
     ours.compute_loss_func = weighed if kind == "function" else None
     if dynamic:
         dynamic_context_parallel(ours, tokens_per_rank=120, profile=PROFILE)
@@ -149,20 +183,31 @@ def outcome(folder: Path, case: tuple[str, str, str, Mapping[str, Any]]) -> str:
             return "fails in plain training, too"
         return f"WRONG {case}: {type(error).__name__}: {error}"
     plain = losses(folder, as_plain(*case), dynamic=False)
-    return "exact" if ours == pytest.approx(plain, rel=2e-5) else f"WRONG {case}: {ours} instead of {plain}"
+    return (
+        "exact"
+        if ours == pytest.approx(plain, rel=2e-5)
+        else f"WRONG {case}: {ours} instead of {plain}"
+    )
 
 
-def as_plain(kind: str, change: str, adapter: str, settings: Mapping[str, Any]) -> tuple[str, str, str, Mapping[str, Any]]:
+def as_plain(
+    kind: str, change: str, adapter: str, settings: Mapping[str, Any]
+) -> tuple[str, str, str, Mapping[str, Any]]:
     """Returns the case that plain training is to train.
 
-    Its batch is the step, as it takes means over batches. BERT counts padding on the left as positions, and answers are looked
-    for in padding, too, which rows one by one do not have.
+    Its batch is the step, as it takes means over batches. BERT counts padding on the left as
+    positions, and answers are looked for in padding, too, which rows one by one do not have.
     """
     if kind != "own":
         settings = {**settings, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 12}
     if kind == "QuestionAnswering":
         settings = {**settings, "gradient_accumulation_steps": 12, "per_device_train_batch_size": 1}
-    return kind, "none" if change == "left" and kind in ("masked", "MultipleChoice") else change, adapter, settings
+    return (
+        kind,
+        "none" if change == "left" and kind in ("masked", "MultipleChoice") else change,
+        adapter,
+        settings,
+    )
 
 
 def fails_plainly(folder: Path, case: tuple[str, str, str, Mapping[str, Any]]) -> bool:

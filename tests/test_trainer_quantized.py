@@ -1,4 +1,5 @@
-"""Bases of 4 bits by bitsandbytes in trainers: what one plain process computes. Runs where bitsandbytes is installed."""
+"""Bases of 4 bits by bitsandbytes in trainers: what one plain process computes. Runs where
+bitsandbytes is installed."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ SHARDED["fsdp_config"] = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["
 
 
 def finetune(folder: Path, dynamic: bool, storage: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Fine-tunes adapters on a base of 4 bits, whose bytes are kept as numbers of the type `storage`."""
+    """Fine-tunes adapters on a base of 4 bits, whose bytes are kept as numbers of the type
+    `storage`."""
     import datasets
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
@@ -42,7 +44,9 @@ def finetune(folder: Path, dynamic: bool, storage: str, options: dict[str, Any])
     if dist.get_rank() == 0:
         model().save_pretrained(folder)
     dist.barrier()
-    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=storage)
+    bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=storage
+    )
     given = arguments(folder, ranks, 1, max_length=None, eval_strategy="no", max_steps=2, **options)
     del given["remove_unused_columns"]
     trainer = SFTTrainer(

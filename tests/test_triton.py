@@ -1,4 +1,5 @@
-"""Compares the Triton kernel with the float64 reference kernel, on a GPU if available, else under Triton's interpreter."""
+"""Compares the Triton kernel with the float64 reference kernel, on a GPU if available, else under
+Triton's interpreter."""
 
 import csv
 import os
@@ -16,7 +17,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, Options, choose_kernel, triton
+from longctx.attention.kernels import (
+    KERNELS,
+    KernelError,
+    KernelRequest,
+    Options,
+    choose_kernel,
+    triton,
+)
 from longctx.attention.merge import merge_fused_, merge_plain_
 from longctx.attention.segments import Segment, visible
 from longctx.planning.layout import Placement
@@ -60,23 +68,34 @@ class Inputs:
         generator = torch.Generator().manual_seed(self.seed)
         queries = 1 + max((s.q_stop for s in self.segments), default=0)
         keys = 2 + max((s.k_stop for s in self.segments), default=0)
-        shapes = [(queries, self.heads, self.v_dim), (queries, self.heads, self.dim), (keys, self.kv_heads, self.dim)]
+        shapes = [
+            (queries, self.heads, self.v_dim),
+            (queries, self.heads, self.dim),
+            (keys, self.kv_heads, self.dim),
+        ]
         tensors = []
         for shape in (*shapes, (keys, self.kv_heads, self.v_dim)):
             x = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
             covered = torch.zeros(shape[0], dtype=torch.bool)
             for s in self.segments:
-                covered[slice(s.k_start, s.k_stop) if shape[0] == keys else slice(s.q_start, s.q_stop)] = True
+                covered[
+                    slice(s.k_start, s.k_stop) if shape[0] == keys else slice(s.q_start, s.q_stop)
+                ] = True
             tensors.append(torch.where(covered[:, None, None], x, float("nan")))
         return tuple(tensors)
 
 
 def run(kernel: str, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Returns out, lse, dq, dk, dv; backward gets a larger log-sum-exp, as if other calls had seen more keys."""
+    """Returns out, lse, dq, dk, dv; backward gets a larger log-sum-exp, as if other calls had seen
+    more keys."""
     dout, q, k, v = (x.double() if kernel == "reference" else x.to(DEVICE) for x in tensors)
-    out, lse = KERNELS[kernel].forward(q, k, v, inputs.segments, Options(inputs.scale, inputs.softcap))
+    out, lse = KERNELS[kernel].forward(
+        q, k, v, inputs.segments, Options(inputs.scale, inputs.softcap)
+    )
     merged = (out * 0.6).to(out.dtype), lse + 0.5
-    gradients = KERNELS[kernel].backward(dout, q, k, v, *merged, inputs.segments, Options(inputs.scale, inputs.softcap))
+    gradients = KERNELS[kernel].backward(
+        dout, q, k, v, *merged, inputs.segments, Options(inputs.scale, inputs.softcap)
+    )
     return [x.cpu() for x in (out, lse, *gradients)]
 
 
@@ -85,18 +104,31 @@ def assert_equals_reference(inputs: Inputs) -> None:
     ours, wanted = run("triton", inputs, tensors), run("reference", inputs, tensors)
     least = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}[inputs.dtype]
     for part, exact in zip(ours, wanted, strict=True):
-        assert part.dtype == (torch.float32 if part.dim() == 2 else inputs.dtype) and part.shape == exact.shape
+        assert (
+            part.dtype == (torch.float32 if part.dim() == 2 else inputs.dtype)
+            and part.shape == exact.shape
+        )
         assert torch.equal(part.isneginf(), exact.isneginf())
         part, exact = (x.double().masked_fill(x.isneginf(), 0.0) for x in (part, exact))
         outside = tensors[1 if len(part) == len(tensors[1]) else 2][:, 0, 0].isnan()
         assert not part[outside].any()
-        assert float((part - exact).norm()) <= least * max(float(exact.norm()), 1e-2 * exact.numel() ** 0.5)
+        assert float((part - exact).norm()) <= least * max(
+            float(exact.norm()), 1e-2 * exact.numel() ** 0.5
+        )
 
 
-CAUSAL = (Segment(0, 70, 0, 70, hi=0), Segment(70, 73, 70, 73, hi=0), Segment(75, 100, 73, 98, hi=0))
+CAUSAL = (
+    Segment(0, 70, 0, 70, hi=0),
+    Segment(70, 73, 70, 73, hi=0),
+    Segment(75, 100, 73, 98, hi=0),
+)
 DENSE = (Segment(2, 50, 0, 67), Segment(51, 52, 67, 68), Segment(52, 85, 70, 73))
 WINDOWS = (Segment(0, 80, 0, 80, lo=-20, hi=0), Segment(80, 130, 85, 130, lo=-6, hi=9))
-OFFSET = (Segment(0, 40, 20, 100, lo=5, hi=44), Segment(40, 90, 100, 160, lo=-3), Segment(93, 95, 0, 19, hi=7))
+OFFSET = (
+    Segment(0, 40, 20, 100, lo=5, hi=44),
+    Segment(40, 90, 100, 160, lo=-3),
+    Segment(93, 95, 0, 19, hi=7),
+)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +149,10 @@ OFFSET = (Segment(0, 40, 20, 100, lo=5, hi=44), Segment(40, 90, 100, 160, lo=-3)
         Inputs((Segment(3, 3, 0, 4), Segment(0, 4, 5, 5))),
         Inputs(()),
     ],
-    ids=lambda inputs: f"{inputs.segments and inputs.segments[0]} {inputs.dim} {inputs.v_dim} {inputs.dtype} {inputs.softcap}",
+    ids=lambda inputs: (
+        f"{inputs.segments and inputs.segments[0]} {inputs.dim} {inputs.v_dim} {inputs.dtype} "
+        f"{inputs.softcap}"
+    ),
 )
 def test_equals_reference(inputs: Inputs) -> None:
     assert_equals_reference(inputs)
@@ -130,11 +165,16 @@ def random_inputs(draw: st.DrawFn) -> Inputs:
     for _ in range(draw(st.integers(1, 3))):
         queries, keys = draw(st.integers(1, 50)), draw(st.integers(1, 50))
         # Bands in which every query sees a key: lo ≤ 0 at the last key, hi ≥ 0 at the first.
-        lo = draw(st.none() | st.integers(-60, 0).map(lambda n, keys=keys, queries=queries: min(n, keys - queries)))
+        lo = draw(
+            st.none()
+            | st.integers(-60, 0).map(lambda n, keys=keys, queries=queries: min(n, keys - queries))
+        )
         hi = draw(st.none() | st.integers(0, 60))
         segments.append(Segment(row, row + queries, key, key + keys, lo, hi))
         row, key = row + queries + draw(st.integers(0, 2)), key + keys + draw(st.integers(0, 2))
-    return Inputs(tuple(segments), softcap=draw(st.sampled_from([0.0, 1.5])), seed=draw(st.integers(1, 1000)))
+    return Inputs(
+        tuple(segments), softcap=draw(st.sampled_from([0.0, 1.5])), seed=draw(st.integers(1, 1000))
+    )
 
 
 @given(inputs=random_inputs())
@@ -143,10 +183,18 @@ def test_random_segments_equal_reference(inputs: Inputs) -> None:
     assert_equals_reference(inputs)
 
 
-@given(inputs=random_inputs(), rows=st.integers(1, 40), columns=st.integers(1, 40), by_keys=st.booleans())
+@given(
+    inputs=random_inputs(),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    by_keys=st.booleans(),
+)
 @settings(max_examples=examples(60))
-def test_tiles_hold_what_segments_show(inputs: Inputs, rows: int, columns: int, by_keys: bool) -> None:
-    """Every row is in one tile, its columns cover everything visible, and unmasked blocks are fully visible."""
+def test_tiles_hold_what_segments_show(
+    inputs: Inputs, rows: int, columns: int, by_keys: bool
+) -> None:
+    """Every row is in one tile, its columns cover everything visible, and unmasked blocks are fully
+    visible."""
     table, covered = triton.tile_table(inputs.segments, by_keys, rows, columns)
     size = max(max(s.q_stop, s.k_stop) for s in inputs.segments)
     wanted = torch.zeros(size, size, dtype=torch.bool)
@@ -171,14 +219,19 @@ def test_tiles_hold_what_segments_show(inputs: Inputs, rows: int, columns: int, 
 
 
 def test_most_blocks_need_no_mask() -> None:
-    """In a causal document only the blocks on the diagonal are masked; with a window, only those at its two edges."""
+    """In a causal document only the blocks on the diagonal are masked; with a window, only those at
+    its two edges."""
     (document,), _ = triton.tile_table([Segment(0, 1000, 0, 1000, hi=0)], False, 1000, 100)
     assert document.tolist()[:6] == [0, 1000, 0, 1000, 0, 0]
     table, _ = triton.tile_table([Segment(0, 1024, 0, 1024, hi=0)], False, 128, 64)
-    assert all(stop - full_stop == 128 and full == 0 for _, _, _, stop, full, full_stop, _, _ in table.tolist())
+    assert all(
+        stop - full_stop == 128 and full == 0
+        for _, _, _, stop, full, full_stop, _, _ in table.tolist()
+    )
     table, _ = triton.tile_table([Segment(0, 1024, 0, 1024, lo=-511, hi=0)], False, 128, 64)
     assert all(
-        stop - first <= 511 + 128 and full_stop - full == 384 for _, _, first, stop, full, full_stop, _, _ in table.tolist()[:4]
+        stop - first <= 511 + 128 and full_stop - full == 384
+        for _, _, first, stop, full, full_stop, _, _ in table.tolist()[:4]
     )
 
 
@@ -190,7 +243,8 @@ def test_two_runs_are_bit_identical() -> None:
 
 
 def test_strided_inputs() -> None:
-    """Views into larger rows, heads before tokens, and an expanded gradient give the same results."""
+    """Views into larger rows, heads before tokens, and an expanded gradient give the same
+    results."""
     inputs = Inputs(CAUSAL[:1], heads=4, kv_heads=2, dim=16, v_dim=32)
     dout, q, k, v = inputs.tensors()
     dout = torch.ones(()).expand(dout.shape)
@@ -214,7 +268,9 @@ def run_case_anywhere(case: Case) -> tuple[torch.Tensor, ...]:
 def test_ring_over_the_kernel(workers: Workers) -> None:
     """Runs on two ranks, including the merge of partial results."""
     placements = (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 0, 2, True))
-    case = Case(2, (70, 9, 33), placements, heads=2, kv_heads=1, head_dim=16, padding=2, kernel="triton")
+    case = Case(
+        2, (70, 9, 33), placements, heads=2, kv_heads=1, head_dim=16, padding=2, kernel="triton"
+    )
     ours = gather(case, workers.run(run_case_anywhere, 2, case))
     exact = replace(case, kernel="reference", dtype=torch.float64)
     wanted = gather(exact, workers.run(run_case, 2, exact))
@@ -222,10 +278,17 @@ def test_ring_over_the_kernel(workers: Workers) -> None:
         torch.testing.assert_close(part.double(), reference, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 16), (torch.bfloat16, 24), (torch.float32, 5)])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float16, 16), (torch.bfloat16, 24), (torch.float32, 5)]
+)
 def test_fused_merge_equals_the_plain_one(dtype: torch.dtype, dim: int) -> None:
     """Also for parts that are views; rows outside all segments stay unchanged, even NaN."""
-    segments = (Segment(2, 50, 0, 9), Segment(50, 51, 9, 10), Segment(53, 90, 10, 11), Segment(91, 91, 11, 12))
+    segments = (
+        Segment(2, 50, 0, 9),
+        Segment(50, 51, 9, 10),
+        Segment(53, 90, 10, 11),
+        Segment(91, 91, 11, 12),
+    )
     generator = torch.Generator().manual_seed(0)
     out = torch.randn(92, 3, dim, generator=generator).to(DEVICE)
     lse, part_lse = (torch.randn(92, 3, generator=generator).to(DEVICE) * 20 for _ in range(2))
@@ -260,24 +323,33 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(("--heads", "128:128"), marks=pytest.mark.slow),
         pytest.param(("--heads", "64:64", "192:128", "256:256"), marks=pytest.mark.slow),
-        pytest.param(("--heads", "256:256", "--softcap", "--gpus", "80", "89"), marks=pytest.mark.slow),
+        pytest.param(
+            ("--heads", "256:256", "--softcap", "--gpus", "80", "89"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_it_compiles_for_gpus(options: tuple[str, ...], repository: Path) -> None:
-    """With the blocks chosen for each GPU, programs fit into shared memory and spill at most a few registers."""
+    """With the blocks chosen for each GPU, programs fit into shared memory and spill at most a few
+    registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(repository / "tests" / "triton_resources.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = list(csv.DictReader(done.stdout.splitlines()))
     assert {line["program"] for line in lines} == {"forward", "dq", "dkv"}
-    assert all(int(line["spilled"]) <= 300 and 0 < int(line["shared"]) <= int(line["shared_limit"]) for line in lines), lines
+    assert all(
+        int(line["spilled"]) <= 300 and 0 < int(line["shared"]) <= int(line["shared_limit"])
+        for line in lines
+    ), lines
 
 
 def test_a_program_that_does_not_fit_gets_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version of Triton may need more shared memory. Stages change no result; a program that never fits is an error."""
+    """Another version of Triton may need more shared memory. Stages change no result; a program
+    that never fits is an error."""
     monkeypatch.setattr(triton, "_fewer_stages", {})
-    monkeypatch.setattr(triton._KernelLaunch, "blocks", lambda run, program: triton.BLOCKS[program, 64])
+    monkeypatch.setattr(
+        triton._KernelLaunch, "blocks", lambda run, program: triton.BLOCKS[program, 64]
+    )
     tried: list[int] = []
 
     class Program:
@@ -295,7 +367,9 @@ def test_a_program_that_does_not_fit_gets_fewer_stages(monkeypatch: pytest.Monke
     q = torch.zeros(4, 2, 64)
     run = triton._KernelLaunch(q, q, q, (Segment(0, 4, 0, 4, None, 0),), Options(1.0))
     device = SimpleNamespace(OutOfResources=OutOfResources)
-    run.device_code = SimpleNamespace(triton=device, forward_kernel=Program(1), dq_kernel=Program(0))  # type: ignore[assignment]
+    run.device_code = SimpleNamespace(
+        triton=device, forward_kernel=Program(1), dq_kernel=Program(0)
+    )  # type: ignore[assignment]
     for _ in range(2):
         run.launch("forward", run.tiles("forward"), 2, (q,))
     assert tried == [3, 2, 1, 1]

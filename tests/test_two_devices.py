@@ -1,6 +1,8 @@
-"""Two ranks give what one gives, on the CPU and, where there are two, on GPUs: ring attention, training, and a checkpoint.
+"""Two ranks give what one gives, on the CPU and, where there are two, on GPUs: ring attention,
+training, and a checkpoint.
 
-On GPUs these are the tests of NCCL: its groups, messages of ring attention and of a pipeline, and the offloaded optimizer.
+On GPUs these are the tests of NCCL: its groups, messages of ring attention and of a pipeline, and
+the offloaded optimizer.
 """
 
 from dataclasses import replace
@@ -18,7 +20,10 @@ from tests.attention_cases import Case, gather, run_case
 from tests.training_cases import start
 from tests.workers import Workers
 
-TWO_GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))
+TWO_GPUS = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+)
 SPLIT = (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1), Placement(3, 0, 2))
 CASE = Case(2, (130, 65, 40, 7), SPLIT, heads=4, kv_heads=2, head_dim=64)
 
@@ -28,7 +33,8 @@ def this_device(name: str) -> torch.device:
 
 
 def ring(case: Case, name: str) -> tuple[torch.Tensor, ...]:
-    """Returns out, dq, dk and dv of this rank's rows, twice: as received and with the kept K and V."""
+    """Returns out, dq, dk and dv of this rank's rows, twice: as received and with the kept K and
+    V."""
     rank, device = dist.get_rank(), this_device(name)
     mesh = make_groups(device, timeout_s=60.0)
     q, k, v, dout = (tensor[case.rows(rank)].to(device) for tensor in case.inputs())
@@ -36,11 +42,18 @@ def ring(case: Case, name: str) -> tuple[torch.Tensor, ...]:
     for keep_kv in (False, True):
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
         attention = RingAttention(
-            case.layout(rank), group=mesh.exchange, device=device, mask=case.mask, kernel=case.kernel, keep_kv=keep_kv
+            case.layout(rank),
+            group=mesh.exchange,
+            device=device,
+            mask=case.mask,
+            kernel=case.kernel,
+            keep_kv=keep_kv,
         )
         out = attention(q, k, v, layer=0)
         found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "K and V are the same if they are fetched again"
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), (
+        "K and V are the same if they are fetched again"
+    )
     return tuple(tensor.cpu() for tensor in found[0])
 
 
@@ -52,7 +65,9 @@ def ring(case: Case, name: str) -> tuple[torch.Tensor, ...]:
         pytest.param("cuda", "auto", torch.bfloat16, marks=TWO_GPUS),
     ],
 )
-def test_a_ring_equals_one_device(workers: Workers, device: str, kernel: str, dtype: torch.dtype) -> None:
+def test_a_ring_equals_one_device(
+    workers: Workers, device: str, kernel: str, dtype: torch.dtype
+) -> None:
     case = replace(CASE, kernel=kernel, dtype=dtype)
     results = gather(case, workers.run(ring, 2, case, device, device=device))
     placements = tuple(Placement(number, 0, 1) for number in range(len(case.lengths)))
@@ -71,8 +86,15 @@ def steps(store: Path, run: Path, settings: list[str], name: str) -> list[StepMe
     kernel = "reference" if name == "cuda" else "auto"  # in float32, on every GPU
     found = []
     for resume in (False, True):
-        settings = [*settings, f"train.device={name}", f"context.kernel={kernel}", "model.tie_word_embeddings=true"]
-        trainer = start(store, run, settings, resume=resume, timeout_s=60.0, device=this_device(name))
+        settings = [
+            *settings,
+            f"train.device={name}",
+            f"context.kernel={kernel}",
+            "model.tie_word_embeddings=true",
+        ]
+        trainer = start(
+            store, run, settings, resume=resume, timeout_s=60.0, device=this_device(name)
+        )
         with trainer.loader:
             found.append(trainer.step())
             trainer.save()
@@ -95,10 +117,16 @@ SPLITS = {
         *(pytest.param("cuda", name, marks=TWO_GPUS) for name in SPLITS),
     ],
 )
-def test_training_on_two_devices_equals_one(workers: Workers, store: Path, tmp_path: Path, device: str, split: str) -> None:
+def test_training_on_two_devices_equals_one(
+    workers: Workers, store: Path, tmp_path: Path, device: str, split: str
+) -> None:
     alone = workers.run(steps, 1, store, tmp_path / "one", [], device, device=device)[0]
     both = workers.run(steps, 2, store, tmp_path / "two", SPLITS[split], device, device=device)[0]
     assert [metrics.step for metrics in both] == [1, 2]
     assert [metrics.tokens for metrics in both] == [metrics.tokens for metrics in alone]
-    assert [metrics.loss for metrics in both] == pytest.approx([metrics.loss for metrics in alone], rel=1e-4)
-    assert [metrics.grad_norm for metrics in both] == pytest.approx([metrics.grad_norm for metrics in alone], rel=1e-3)
+    assert [metrics.loss for metrics in both] == pytest.approx(
+        [metrics.loss for metrics in alone], rel=1e-4
+    )
+    assert [metrics.grad_norm for metrics in both] == pytest.approx(
+        [metrics.grad_norm for metrics in alone], rel=1e-3
+    )

@@ -15,5 +15,7 @@ def test_rings_of_whole_groups_swap_heads() -> None:
     ("query_heads", "kv_heads", "degrees"),
     [(32, 8, [1, 2, 4, 8, 16, 32]), (6, 2, [1, 2, 6]), (4, 1, [1, 2, 4]), (9, 3, [1, 3, 9])],
 )
-def test_degrees_share_heads_out_evenly(query_heads: int, kv_heads: int, degrees: list[int]) -> None:
+def test_degrees_share_heads_out_evenly(
+    query_heads: int, kv_heads: int, degrees: list[int]
+) -> None:
     assert ulysses_degrees(query_heads, kv_heads) == degrees

@@ -1,4 +1,5 @@
-"""Validation: the loss of held-out documents, the same on any number of ranks, and without effect on training."""
+"""Validation: the loss of held-out documents, the same on any number of ranks, and without effect
+on training."""
 
 import json
 from pathlib import Path
@@ -24,13 +25,35 @@ from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
 SHARE = 0.15
-EVERY_TWO = ["eval.every=2", f"data.held_out={SHARE}", "train.steps=3", "checkpoint.every=null", "optimizer.warmup_steps=1"]
+EVERY_TWO = [
+    "eval.every=2",
+    f"data.held_out={SHARE}",
+    "train.steps=3",
+    "checkpoint.every=null",
+    "optimizer.warmup_steps=1",
+]
 SPLITS = {
-    "three ranks, gathered all step": (3, ["batch.tokens_per_rank=500", "parallel.reshard_after=step"]),
-    "reduced after each micro-batch": (2, ["batch.tokens_per_rank=750", "parallel.reduce_after=micro_batch"]),
-    "two tensor ranks": (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750", "train.recompute=selective"]),
+    "three ranks, gathered all step": (
+        3,
+        ["batch.tokens_per_rank=500", "parallel.reshard_after=step"],
+    ),
+    "reduced after each micro-batch": (
+        2,
+        ["batch.tokens_per_rank=750", "parallel.reduce_after=micro_batch"],
+    ),
+    "two tensor ranks": (
+        4,
+        [
+            "parallel.tensor_parallel_size=2",
+            "batch.tokens_per_rank=750",
+            "train.recompute=selective",
+        ],
+    ),
     "a pipeline": (2, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=1500"]),
-    "a pipeline in chunks": (2, ["parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2"]),
+    "a pipeline in chunks": (
+        2,
+        ["parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2"],
+    ),
 }
 LAYERS = "model.num_hidden_layers=4"
 
@@ -41,7 +64,9 @@ Rows = list[dict[str, object]]
 @pytest.fixture(scope="module")
 def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Returns the rows of one process."""
-    rows: Rows = workers.run(run, 1, store, tmp_path_factory.mktemp("alone"), ["batch.tokens_per_rank=1500", LAYERS])[0]
+    rows: Rows = workers.run(
+        run, 1, store, tmp_path_factory.mktemp("alone"), ["batch.tokens_per_rank=1500", LAYERS]
+    )[0]
     return rows
 
 
@@ -52,25 +77,34 @@ def run(store: Path, folder: Path, settings: list[str]) -> Rows:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "reduced after each micro-batch", SPLITS))
+@pytest.mark.parametrize(
+    "name", slow_unless(lambda name: name == "reduced after each micro-batch", SPLITS)
+)
 def test_the_loss_is_that_of_one_process_and_training_is_not_affected(
     workers: Workers, store: Path, alone: Rows, tmp_path: Path, name: str
 ) -> None:
     ranks, settings = SPLITS[name]
     settings = [*settings, LAYERS]
     rows = workers.run(run, ranks, store, tmp_path / "with", settings)[0]
-    assert [row["validation_loss"] is None for row in rows] == [True, False, False], "after step 2, and at the end"
+    assert [row["validation_loss"] is None for row in rows] == [True, False, False], (
+        "after step 2, and at the end"
+    )
     for row, reference in zip(rows[1:], alone[1:], strict=True):
         assert row["validation_loss"] == pytest.approx(reference["validation_loss"], rel=1e-5)
         assert row["validation_tokens"] == reference["validation_tokens"]
-    without = workers.run(run, ranks, store, tmp_path / "without", [*settings, "eval.every=null"])[0]
+    without = workers.run(run, ranks, store, tmp_path / "without", [*settings, "eval.every=null"])[
+        0
+    ]
     for key in ("loss", "grad_norm", "documents", "degrees"):
-        assert [row[key] for row in rows] == [row[key] for row in without], f"{key} is not bit by bit that without validation"
+        assert [row[key] for row in rows] == [row[key] for row in without], (
+            f"{key} is not bit by bit that without validation"
+        )
     assert all(row["validation_loss"] is None for row in without)
 
 
 def forgotten(store: Path, folder: Path, settings: list[str]) -> tuple[float, float, list[str]]:
-    """Returns the validation loss, the mean loss by plain steps over each document, and the names of the documents."""
+    """Returns the validation loss, the mean loss by plain steps over each document, and the names
+    of the documents."""
     trainer = start(store, folder, [*EVERY_TWO, *settings])
     with trainer.loader:
         found = trainer.validator.validate()
@@ -78,25 +112,35 @@ def forgotten(store: Path, folder: Path, settings: list[str]) -> tuple[float, fl
         total, targets = 0.0, 0
         apart = np.flatnonzero(held_out(opened.names, SHARE))
         for document in apart:
-            tokens, labels = (torch.from_numpy(a) for a in opened.read(document, 0, int(opened.lengths[document])))
+            tokens, labels = (
+                torch.from_numpy(a) for a in opened.read(document, 0, int(opened.lengths[document]))
+            )
             plan = placed_plan([len(tokens)], 1, [[Placement(0, 0, 1)]])
             attention = RingAttention(plan.layout(0, 0))
             with torch.no_grad():
                 logits = trainer.model(tokens, torch.arange(len(tokens)), attention, None)
-            total += F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum").item()
+            total += F.cross_entropy(
+                logits.double(), labels, ignore_index=-100, reduction="sum"
+            ).item()
             targets += int((labels != -100).sum())
         assert targets == found["validation_tokens"]
     return found["validation_loss"], total / targets, [opened.name(document) for document in apart]
 
 
-def test_the_loss_is_the_mean_over_held_out_documents(workers: Workers, store: Path, tmp_path: Path) -> None:
-    found, wanted, names = workers.run(forgotten, 1, store, tmp_path, ["batch.tokens_per_rank=1500"])[0]
+def test_the_loss_is_the_mean_over_held_out_documents(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
+    found, wanted, names = workers.run(
+        forgotten, 1, store, tmp_path, ["batch.tokens_per_rank=1500"]
+    )[0]
     assert 2 <= len(names) < 26
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.slow
-def test_another_store_and_the_first_documents(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_another_store_and_the_first_documents(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     settings = ["data.held_out=0", f"eval.store={store}", "batch.tokens_per_rank=1500"]
     whole = workers.run(run, 1, store, tmp_path / "all", settings)[0][-1]
     some = workers.run(run, 1, store, tmp_path / "some", [*settings, "eval.documents=3"])[0][-1]
@@ -109,7 +153,9 @@ def test_documents_that_are_held_out_are_never_trained_on(store: Path) -> None:
     apart = held_out(opened.names, SHARE)
     settings = {"global_tokens": 1, "seed": 3, "max_length": 700}
     sampler = Sampler(opened.lengths, left_out=apart, **settings)
-    taken = {piece.document for cursor in range(2 * sampler.pieces) for piece in sampler.step(cursor)[0]}
+    taken = {
+        piece.document for cursor in range(2 * sampler.pieces) for piece in sampler.step(cursor)[0]
+    }
     assert taken == set(np.flatnonzero(~apart).tolist())
     evaluated = Sampler(opened.lengths, left_out=~apart, **settings).in_order()
     assert {piece.document for piece in evaluated} == set(np.flatnonzero(apart).tolist())
@@ -119,7 +165,9 @@ def test_documents_that_are_held_out_are_never_trained_on(store: Path) -> None:
 def test_pieces_without_a_target_are_left_out(store: Path) -> None:
     opened, config = Store.open(store), load(None, ["data.long_documents=split"])
     pieces = Documents.choose(config, opened, 250).pieces
-    assert all(piece.length > 1 for piece in pieces) and {piece.document for piece in pieces} == set(range(len(opened)))
+    assert all(piece.length > 1 for piece in pieces) and {
+        piece.document for piece in pieces
+    } == set(range(len(opened)))
     with pytest.raises(SamplerError, match="has a token to train on"):
         Documents.choose(config, opened, 1)
 
@@ -137,7 +185,10 @@ def test_the_held_out_share_goes_by_names_alone() -> None:
     ("settings", "words"),
     [
         (["--eval.every=2"], "there are no documents to validate on"),
-        (["--eval.store=stores/other", "--data.held_out=0.1"], "held-out documents would never be used"),
+        (
+            ["--eval.store=stores/other", "--data.held_out=0.1"],
+            "held-out documents would never be used",
+        ),
         (["--eval.every=2", "--data.held_out=0.0001"], "holds out no document of"),
         (["--data.held_out=0.9999"], "there are no documents"),
     ],
@@ -145,14 +196,26 @@ def test_the_held_out_share_goes_by_names_alone() -> None:
 def test_invalid_settings_are_refused(
     store: Path, tmp_path: Path, settings: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    small = [f"--{one}" for one in [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path}", "batch.tokens_per_rank=1500"]]
+    small = [
+        f"--{one}"
+        for one in [
+            *SMALL,
+            f"data.store={store}",
+            f"train.run_dir={tmp_path}",
+            "batch.tokens_per_rank=1500",
+        ]
+    ]
     assert main(["train", *small, *settings]) == 2
     assert words in capfd.readouterr().err
 
 
-def test_a_run_resumes_only_with_the_same_share(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_only_with_the_same_share(
+    workers: Workers, store: Path, tmp_path: Path
+) -> None:
     workers.run(run, 1, store, tmp_path, ["checkpoint.every=1"])
-    with pytest.raises(AssertionError, match=r"held_out is 0\.0, and was 0\.15: set data\.held_out to the run's"):
+    with pytest.raises(
+        AssertionError, match=r"held_out is 0\.0, and was 0\.15: set data\.held_out to the run's"
+    ):
         workers.run(resume, 1, store, tmp_path, ["data.held_out=0"])
 
 
@@ -161,27 +224,40 @@ def resume(store: Path, folder: Path, settings: list[str]) -> None:
 
 
 def test_tensorboard_and_console_show_it(
-    workers: Workers, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    workers: Workers,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     rows = workers.run(run, 1, store, tmp_path, ["batch.tokens_per_rank=1500"])[0]
     (tmp_path / "log").mkdir()
     log = MetricsLog(load(None, [f"train.run_dir={tmp_path / 'log'}"]), after_step=0)
     seen: dict[str, float] = {}
-    monkeypatch.setattr(log.events, "add_scalar", lambda name, value, step: seen.update({name: value}))
+    monkeypatch.setattr(
+        log.events, "add_scalar", lambda name, value, step: seen.update({name: value})
+    )
     log.write(StepMetrics(**rows[-1]))
     log.close()
     assert seen["validation/loss"] == rows[-1]["validation_loss"]
-    assert seen["train/loss"] == rows[-1]["loss"] and seen["time/attention_s"] == rows[-1]["attention_s"]
+    assert (
+        seen["train/loss"] == rows[-1]["loss"]
+        and seen["time/attention_s"] == rows[-1]["attention_s"]
+    )
     assert seen["plan/documents_at_degree/1"] == rows[-1]["degrees"]["1"]
     assert seen["memory/peak_memory_bytes"] == rows[-1]["peak_memory_bytes"]
     assert f"validation loss {rows[-1]['validation_loss']:.3f} on " in capfd.readouterr().out
 
 
 @given(lengths=st.lists(st.integers(1, 40), max_size=12), tokens=st.integers(1, 100))
-def test_a_pass_takes_all_pieces_in_steps_that_are_just_long_enough(lengths: list[int], tokens: int) -> None:
+def test_a_pass_takes_all_pieces_in_steps_that_are_just_long_enough(
+    lengths: list[int], tokens: int
+) -> None:
     pieces = [Piece(document, 0, length) for document, length in enumerate(lengths)]
     steps = list(in_steps(pieces, tokens))
     assert [piece for step in steps for piece in step] == pieces
     for step in steps[:-1]:
-        assert sum(piece.length for piece in step) >= tokens > sum(piece.length for piece in step[:-1])
+        assert (
+            sum(piece.length for piece in step) >= tokens > sum(piece.length for piece in step[:-1])
+        )
     assert all(sum(piece.length for piece in step[:-1]) < tokens for step in steps[-1:])

@@ -1,4 +1,5 @@
-"""Vision-language models in `longctx train`: texts train their language model as transformers' own code does."""
+"""Vision-language models in `longctx train`: texts train their language model as transformers' own
+code does."""
 
 import json
 from pathlib import Path
@@ -28,31 +29,59 @@ from tests.workers import Workers
 
 
 def built(folder: Path) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
 
 
 def reference(folder: Path) -> Step:
-    """Returns the loss over single documents of text, gradients and state of a model by transformers' own code."""
+    """Returns the loss over single documents of text, gradients and state of a model by
+    transformers' own code."""
     model = built(folder)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     loss, _ = unpacked(model, make_documents())
-    return loss, {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in model.named_parameters()}, state
+    return (
+        loss,
+        {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in model.named_parameters()},
+        state,
+    )
 
 
-@pytest.mark.parametrize("family", slow_unless(lambda family: family in ("qwen3_vl", "gemma3"), VISION_FAMILIES))
-def test_a_step_on_texts_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    "family", slow_unless(lambda family: family in ("qwen3_vl", "gemma3"), VISION_FAMILIES)
+)
+def test_a_step_on_texts_is_that_of_single_documents(
+    workers: Workers, tmp_path: Path, family: str
+) -> None:
     folder = save_model(tmp_path / "model", family)
     assert_step(workers.run(pretrained_cases.step, 2, folder, []), reference(folder))
 
 
-TEXTS_ALONE = ("mistral3", "mistral4", "kimi_k25", "qwen3_vl_moe", "minimax_m3_vl", "muse_glimmer", "internvl")
-TEXTS_ALONE += ("llava_next", "llava_onevision", "idefics3", "smolvlm", "aya_vision", "cohere2_vision", "lighton_ocr")
+TEXTS_ALONE = (
+    "mistral3",
+    "mistral4",
+    "kimi_k25",
+    "qwen3_vl_moe",
+    "minimax_m3_vl",
+    "muse_glimmer",
+    "internvl",
+)
+TEXTS_ALONE += (
+    "llava_next",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "aya_vision",
+    "cohere2_vision",
+    "lighton_ocr",
+)
 TEXTS_ALONE += ("qwen3_omni_moe_thinker",)
 """Model types whose texts are trained, and not their images."""
 
 
 def save_any(folder: Path, kind: str, **changes: Any) -> Path:
-    """Saves a tiny model of a type that reads images, with `changes` of its language model's config."""
+    """Saves a tiny model of a type that reads images, with `changes` of its language model's
+    config."""
     config = make_config(kind)
     for name, value in changes.items():
         setattr(config.get_text_config(), name, value)
@@ -65,7 +94,9 @@ def save_any(folder: Path, kind: str, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind in ("idefics3", "kimi_k25"), TEXTS_ALONE))
+@pytest.mark.parametrize(
+    "kind", slow_unless(lambda kind: kind in ("idefics3", "kimi_k25"), TEXTS_ALONE)
+)
 def test_texts_of_other_models_that_read_images_are_those_of_single_documents(
     workers: Workers, tmp_path: Path, kind: str
 ) -> None:
@@ -74,19 +105,36 @@ def test_texts_of_other_models_that_read_images_are_those_of_single_documents(
 
 
 @pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "smolvlm", TEXTS_ALONE))
-def test_these_are_exported_with_their_encoders_as_they_were(tmp_path: Path, store: Path, kind: str) -> None:
+def test_these_are_exported_with_their_encoders_as_they_were(
+    tmp_path: Path, store: Path, kind: str
+) -> None:
     """In the class that they came from; adapters are on the language model alone."""
     folder = save_any(tmp_path / "model", kind, vocab_size=300, max_position_embeddings=4096)
-    settings = [f"--data.store={store}", f"--model.from_pretrained={folder}", f"--train.run_dir={tmp_path / 'run'}"]
-    settings += ["--train.steps=1", "--data.long_documents=split", "--batch.tokens_per_rank=512", "--batch.global_tokens=900"]
-    settings += ["--log.tensorboard=false", "--train.device=cpu", f"--checkpoint.export={tmp_path / 'out'}"]
+    settings = [
+        f"--data.store={store}",
+        f"--model.from_pretrained={folder}",
+        f"--train.run_dir={tmp_path / 'run'}",
+    ]
+    settings += [
+        "--train.steps=1",
+        "--data.long_documents=split",
+        "--batch.tokens_per_rank=512",
+        "--batch.global_tokens=900",
+    ]
+    settings += [
+        "--log.tensorboard=false",
+        "--train.device=cpu",
+        f"--checkpoint.export={tmp_path / 'out'}",
+    ]
     printed, _ = launched.run("train", *settings, ranks=2)
     trained, before = built(tmp_path / "out"), built(folder)
     assert type(trained) is type(before) and f"{class_of(kind)}.from_pretrained" in printed
     found = text_model(before)
     inside = () if found is None else (f"{found[0]}.", "lm_head.")
     values = trained.state_dict()
-    changed = {name for name, value in before.state_dict().items() if not torch.equal(value, values[name])}
+    changed = {
+        name for name, value in before.state_dict().items() if not torch.equal(value, values[name])
+    }
     assert changed and all(name.startswith(inside or "") for name in changed)
     targets = find_targets(before, "all-linear")
     assert targets and all(name.startswith(inside or "") for name in targets)
@@ -99,26 +147,44 @@ def test_adapters_are_on_the_language_model(workers: Workers, tmp_path: Path) ->
     for loss, gradients, _ in workers.run(pretrained_cases.step, 2, folder, ["lora.rank=4"]):
         assert loss == pytest.approx(expected, rel=1e-5)
         trained = {name for name, gradient in gradients.items() if gradient.any()}
-        assert trained and all(".language_model." in name and ".lora_B." in name for name in trained)
+        assert trained and all(
+            ".language_model." in name and ".lora_B." in name for name in trained
+        )
     twin = built(folder)
     assert all(".language_model." in name for name in find_targets(twin, "all-linear"))
-    with pytest.raises(ValueError, match=r"no layer is called visual\.qkv: Qwen3VL.* has the linear layers down_proj"):
+    with pytest.raises(
+        ValueError,
+        match=r"no layer is called visual\.qkv: Qwen3VL.* has the linear layers down_proj",
+    ):
         find_targets(twin, ["visual.qkv"])
 
 
 def test_a_spec_has_all_parameters(tmp_path: Path) -> None:
     for family in VISION_FAMILIES:
-        source = load(None, [f"model.from_pretrained={save_model(tmp_path / family, family)}"]).model_source()
+        source = load(
+            None, [f"model.from_pretrained={save_model(tmp_path / family, family)}"]
+        ).model_source()
         with torch.device("meta"):
             model = source.build()
-        assert abs(source.spec.parameters - sum(weight.numel() for weight in model.parameters())) <= 64  # of norms
-        tower = sum(weight.numel() for name, weight in model.named_parameters() if ".language_model." not in name)
-        assert source.spec.tower_parameters == tower - (0 if source.spec.tie_word_embeddings else 96 * 32)
+        # Of norms.
+        assert (
+            abs(source.spec.parameters - sum(weight.numel() for weight in model.parameters())) <= 64
+        )
+        tower = sum(
+            weight.numel()
+            for name, weight in model.named_parameters()
+            if ".language_model." not in name
+        )
+        assert source.spec.tower_parameters == tower - (
+            0 if source.spec.tie_word_embeddings else 96 * 32
+        )
         assert len(model.tower) == len(tower_blocks(model.hf)) == 3 and not source.spec.tower_values
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
-def test_values_that_an_encoder_keeps_are_those_that_torch_saves(tmp_path: Path, family: str) -> None:
+def test_values_that_an_encoder_keeps_are_those_that_torch_saves(
+    tmp_path: Path, family: str
+) -> None:
     large = {**CONFIGS[family]["vision_config"], "hidden_size": 96, "intermediate_size": 256}
     large |= {"num_hidden_layers": 4} if family == "llava" else {"depth": 4}
     model = built(save_model(tmp_path / "model", family, vision_config=large))
@@ -139,20 +205,43 @@ def test_values_that_an_encoder_keeps_are_those_that_torch_saves(tmp_path: Path,
 def test_models_that_read_images_are_told_where_these_are_trained(tmp_path: Path) -> None:
     parts = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]
     records: list[dict[str, Any]] = [
-        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat."}]},
-        {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A."}], "images": ["cat.png"]},
-        {"conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "A."}], "video": "v.mp4"},
+        {
+            "messages": [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": "A cat."},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "<image>?"},
+                {"role": "assistant", "content": "A."},
+            ],
+            "images": ["cat.png"],
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "<video>?"},
+                {"from": "gpt", "value": "A."},
+            ],
+            "video": "v.mp4",
+        },
     ]
     for record in records:
         source = write_jsonl(tmp_path / "s.jsonl", [record])
-        with pytest.raises(UserError, match=r"s\.jsonl:1: .*: train conversations with images or videos inside TRL's SFT"):
+        with pytest.raises(
+            UserError,
+            match=r"s\.jsonl:1: .*: train conversations with images or videos inside TRL's SFT",
+        ):
             prepare(str(source), tmp_path / "store", tokenizer="bytes")
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_templates_of_these_models_take_lists(tmp_path: Path, family: str) -> None:
     """Also a template that is beside the tokenizer alone, as LLaVA 1.5 has it."""
-    checkpoint, record = save_checkpoint(tmp_path / "model", family), {"messages": chat("What?", "A cat.")}
+    checkpoint, record = (
+        save_checkpoint(tmp_path / "model", family),
+        {"messages": chat("What?", "A cat.")},
+    )
     first = made(tmp_path, [record], tokenizer=checkpoint)
     template = (checkpoint / "chat_template.jinja").read_text()
     assert learnt(first).startswith("A cat.") and "What?" in whole(first, 0)
@@ -164,15 +253,36 @@ def test_templates_of_these_models_take_lists(tmp_path: Path, family: str) -> No
 def test_texts_are_fine_tuned_and_exported_with_the_processor(tmp_path: Path) -> None:
     checkpoint, out = save_checkpoint(tmp_path / "model", "qwen3_vl"), tmp_path / "run"
     records = [{"messages": chat("What? " * number, "This.")} for number in range(1, 9)]
-    source, options = write_jsonl(tmp_path / "chats.jsonl", records), ["--train.device", "cpu", "--log.tensorboard", "false"]
-    assert main(["finetune", str(checkpoint), str(source), "--out", str(out), "--prepare-only", *options]) == 0
+    source, options = (
+        write_jsonl(tmp_path / "chats.jsonl", records),
+        ["--train.device", "cpu", "--log.tensorboard", "false"],
+    )
+    assert (
+        main(
+            [
+                "finetune",
+                str(checkpoint),
+                str(source),
+                "--out",
+                str(out),
+                "--prepare-only",
+                *options,
+            ]
+        )
+        == 0
+    )
     printed, _ = launched.run("train", out / "finetune.yaml", "--train.steps=1", ranks=2)
     assert "load with transformers: AutoModelForImageTextToText.from_pretrained" in printed
-    assert {file.name for file in (out / "export").iterdir()} == {LIST, *(file.name for file in checkpoint.iterdir())}
+    assert {file.name for file in (out / "export").iterdir()} == {
+        LIST,
+        *(file.name for file in checkpoint.iterdir()),
+    }
     trained, before = built(out / "export").state_dict(), built(checkpoint).state_dict()
     changed = {name for name, weight in trained.items() if not torch.equal(weight, before[name])}
     assert changed and all("language_model" in name or "lm_head" in name for name in changed)
     adapter = {"base_model_name_or_path": str(checkpoint), "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
-    assert "PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(" in how_to_load(tmp_path / "adapter")
+    assert "PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(" in how_to_load(
+        tmp_path / "adapter"
+    )

@@ -1,4 +1,5 @@
-"""Warm-up: every rank of a group takes part in its first batch of messages, in groups of any size."""
+"""Warm-up: every rank of a group takes part in its first batch of messages, in groups of any
+size."""
 
 import datetime
 from typing import Any
@@ -26,7 +27,8 @@ class Batches:
 
 
 def groups_of_rank(groups: list[list[int] | None]) -> list[list[int]]:
-    """Warms up each of `groups` that this rank is in (None: the default group); returns the sizes of its batches."""
+    """Warms up each of `groups` that this rank is in (None: the default group); returns the sizes
+    of its batches."""
     found = []
     for members in groups:
         group = None if members is None else dist.new_group(members)
@@ -41,26 +43,51 @@ def groups_of_rank(groups: list[list[int] | None]) -> list[list[int]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_rank_of_a_group_is_in_one_batch(workers: Workers, ranks: int) -> None:
-    groups = [None, [0], list(range(1, ranks)) or None, sorted({0, ranks - 1}), list(range(ranks))[::-1]]
+    groups = [
+        None,
+        [0],
+        list(range(1, ranks)) or None,
+        sorted({0, ranks - 1}),
+        list(range(ranks))[::-1],
+    ]
     for rank, batches in enumerate(workers.run(groups_of_rank, ranks, groups)):
-        sizes = [ranks if members is None else len(members) for members in groups if members is None or rank in members]
+        sizes = [
+            ranks if members is None else len(members)
+            for members in groups
+            if members is None or rank in members
+        ]
         assert batches == [[2] if size > 1 else [] for size in sizes]
 
 
 def groups_without_a_batch(tensor: int, pipeline: int, nodes: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size() // nodes}.items():
+        for name, value in {
+            "WORLD_SIZE": dist.get_world_size(),
+            "LOCAL_WORLD_SIZE": dist.get_world_size() // nodes,
+        }.items():
             patch.setenv(name, str(value))
         batches = Batches()
         patch.setattr(dist, "batch_isend_irecv", batches)
         mesh = make_groups(torch.device("cpu"), tensor=tensor, pipeline=pipeline, timeout_s=30.0)
     warm = [group for group, _ in batches.seen]
     assert (mesh.across is not None) == (nodes > 1) and mesh.across is not mesh.exchange
-    groups = {"exchange": mesh.exchange, "across": mesh.across, "pipeline": mesh.pipeline, "ends": mesh.ends}
-    return [name for name, group in groups.items() if group is not None and group.size() > 1 and group not in warm]
+    groups = {
+        "exchange": mesh.exchange,
+        "across": mesh.across,
+        "pipeline": mesh.pipeline,
+        "ends": mesh.ends,
+    }
+    return [
+        name
+        for name, group in groups.items()
+        if group is not None and group.size() > 1 and group not in warm
+    ]
 
 
-@pytest.mark.parametrize(("ranks", "tensor", "pipeline", "nodes"), [(3, 1, 1, 1), (3, 1, 3, 3), (4, 1, 2, 1), (4, 2, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "pipeline", "nodes"),
+    [(3, 1, 1, 1), (3, 1, 3, 3), (4, 1, 2, 1), (4, 2, 2, 2)],
+)
 def test_the_mesh_warms_up_all_groups_for_messages(
     workers: Workers, ranks: int, tensor: int, pipeline: int, nodes: int
 ) -> None:
@@ -94,5 +121,7 @@ def test_a_message_of_another_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Exchange, "start", start)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
-    with pytest.raises(ExchangeError, match="rank 0 of the group received a message of rank 2 from rank 3"):
+    with pytest.raises(
+        ExchangeError, match="rank 0 of the group received a message of rank 2 from rank 3"
+    ):
         warm_up(None, "cpu")

@@ -1,7 +1,9 @@
-"""An 8B model on 64 ranks: the memory that is estimated for a GPU, and no wait of the host, with every split and way to save.
+"""An 8B model on 64 ranks: the memory that is estimated for a GPU, and no wait of the host, with
+every split and way to save.
 
-Not traced: compiled blocks, whose kept tensors the compiler chooses; adapters, which need a checkpoint of that size; and the
-optimizer's offload, as FSDP cannot tell host from device on a CPU. `test_fake_cuda` has the latter.
+Not traced: compiled blocks, whose kept tensors the compiler chooses; adapters, which need a
+checkpoint of that size; and the optimizer's offload, as FSDP cannot tell host from device on a CPU.
+`test_fake_cuda` has the latter.
 """
 
 import pytest
@@ -62,7 +64,12 @@ SETTINGS = {
     "pipeline": [SELECTIVE, PIPELINE, LONG],
     "pipeline, one micro-batch": [FULL, PIPELINE, "batch.tokens_per_rank=32768"],
     "pipeline, interleaved": [FULL, PIPELINE, LONG, CHUNKS],
-    "pipeline, matrices split over 2": [FULL, PIPELINE, TENSOR + "2", "batch.tokens_per_rank=32768"],
+    "pipeline, matrices split over 2": [
+        FULL,
+        PIPELINE,
+        TENSOR + "2",
+        "batch.tokens_per_rank=32768",
+    ],
 }
 
 
@@ -75,7 +82,10 @@ def test_a_step_of_a_whole_model(name: str) -> None:
     rank, memory = fullest(config, RANKS, config.model_source(VOCABULARY).spec, plan)
     peak, waits = step_2(config, RANKS, rank, VOCABULARY, plan)
     ratio = memory.total / peak
-    print(f"{name}: {peak / 2**30:.2f} GiB, estimate {memory.total / 2**30:.2f}, {ratio:.3f}, rank {rank}, {memory.moment}")
+    print(
+        f"{name}: {peak / 2**30:.2f} GiB, estimate {memory.total / 2**30:.2f}, {ratio:.3f}, rank "
+        f"{rank}, {memory.moment}"
+    )
     assert waits and waits <= ONCE | IDLE
     assert 0.9 < ratio < (1.12 if "interleaved" in name else 1.1)
 
@@ -90,4 +100,8 @@ def test_waits_for_fake_tensors_are_found() -> None:
         on_host.to(torch.device("cpu"))
         with pytest.raises(RuntimeError):
             on_device.nonzero()
-    assert {found.split(" at ")[0] for found in watch.found} == {"__float__", "nonzero", "pageable copy by to"}
+    assert {found.split(" at ")[0] for found in watch.found} == {
+        "__float__",
+        "nonzero",
+        "pageable copy by to",
+    }

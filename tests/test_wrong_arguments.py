@@ -1,6 +1,8 @@
-"""The door of the public API: a wrong argument is refused in words, or means what it says; nothing fails inside.
+"""The door of the public API: a wrong argument is refused in words, or means what it says; nothing
+fails inside.
 
-Whole numbers, types and shapes are checked where a public function is called (`longctx.arguments`), and nothing is cast.
+Whole numbers, types and shapes are checked where a public function is called (`longctx.arguments`),
+and nothing is cast.
 """
 
 import inspect
@@ -17,7 +19,15 @@ import pytest
 import torch
 
 import longctx
-from longctx import HardwareProfile, Plan, RingAttention, Store, make_plan, pack_documents, ring_attention
+from longctx import (
+    HardwareProfile,
+    Plan,
+    RingAttention,
+    Store,
+    make_plan,
+    pack_documents,
+    ring_attention,
+)
 from longctx.arguments import checked, is_number, is_whole, said, token_ids, whole
 from longctx.attention import Mask, warm_up
 from longctx.config import load
@@ -108,8 +118,12 @@ class TestNothingIsCast:
         (expected,), targets = pack_documents(PLAN, 0, documents, labels)
         assert targets == 5
         for kind in kinds:
-            (found,), _ = pack_documents(PLAN, 0, list(map(kind, documents)), list(map(kind, labels)))
-            assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.labels, expected.labels)
+            (found,), _ = pack_documents(
+                PLAN, 0, list(map(kind, documents)), list(map(kind, labels))
+            )
+            assert torch.equal(found.tokens, expected.tokens) and torch.equal(
+                found.labels, expected.labels
+            )
 
     @pytest.mark.parametrize(
         "wrong",
@@ -144,19 +158,34 @@ class TestNothingIsCast:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: make_plan(LENGTHS, ranks=1, tokens_per_rank=64, profile="cpu-2core"), "HardwareProfile.load"),
+        (
+            lambda: make_plan(LENGTHS, ranks=1, tokens_per_rank=64, profile="cpu-2core"),
+            "HardwareProfile.load",
+        ),
         (lambda: plan_of(bins=[1]), "must be a mapping of lengths to degrees"),
-        (lambda: make_plan(5, ranks=1, tokens_per_rank=64, profile=PROFILE), "must be a list of document lengths"),
+        (
+            lambda: make_plan(5, ranks=1, tokens_per_rank=64, profile=PROFILE),
+            "must be a list of document lengths",
+        ),
         (lambda: plan_of(pipeline=2), "must be a Pipeline"),
-        (lambda: pack_documents(PLAN, 0, [[1] * 5, [1] * 3], pad_to_multiple_of=0), "must be a whole number from 1"),
+        (
+            lambda: pack_documents(PLAN, 0, [[1] * 5, [1] * 3], pad_to_multiple_of=0),
+            "must be a whole number from 1",
+        ),
         (lambda: pack_documents(PLAN, 0.0, [[1] * 5, [1] * 3]), "must be a whole number ≥ 0"),
-        (lambda: pack_documents(PLAN, 7, [[1] * 5, [1] * 3]), "rank 7 is not in this plan's domain"),
+        (
+            lambda: pack_documents(PLAN, 7, [[1] * 5, [1] * 3]),
+            "rank 7 is not in this plan's domain",
+        ),
         (lambda: pack_documents([PLAN], 0, [[1] * 5, [1] * 3]), "must be a Plan of make_plan"),
         (lambda: pack_documents(PLAN, 0, 5), "must be a list of documents"),
         (lambda: ring_attention(X, X, X, PLAN), r"plan\.layout\(micro_batch, rank\)"),
         (lambda: ring_attention(X, X, X.tolist(), PLAN.layout(0, 0)), "must be a tensor"),
         (lambda: ring_attention(X, X, X, PLAN.layout(0, 0), mask="causal"), "must be a Mask"),
-        (lambda: ring_attention(X, X, X, PLAN.layout(0, 0), softcap=math.nan), "must be a finite number"),
+        (
+            lambda: ring_attention(X, X, X, PLAN.layout(0, 0), softcap=math.nan),
+            "must be a finite number",
+        ),
         (lambda: ring_attention(X, X, X, PLAN.layout(0, 0), scale="1"), "must be a finite number"),
         (lambda: RingAttention(PLAN.layout(0, 0), ranks_per_node=1.5), "must be a whole number"),
         (lambda: warm_up("world", "cpu"), "process group"),
@@ -167,7 +196,10 @@ class TestNothingIsCast:
         (lambda: Store.open(5), "must be a text"),
         (lambda: longctx.prepare(5, "out"), "must be a path"),
         (lambda: longctx.prepare("a", 5), "must be a path"),
-        (lambda: longctx.prepare("python-stdlib", "out", tokeniser="bytes"), "prepare has no argument tokeniser"),
+        (
+            lambda: longctx.prepare("python-stdlib", "out", tokeniser="bytes"),
+            "prepare has no argument tokeniser",
+        ),
         (lambda: longctx.prepare("python-stdlib", "out", tokenizer=5), "must be a path"),
         (lambda: longctx.prepare("python-stdlib", "out", workers=0), "must be a whole number"),
         (lambda: HardwareProfile.load(5), "must be a text"),
@@ -182,7 +214,9 @@ class TestNothingIsCast:
         (lambda: model_inputs("llama", PLAN), "must be a model of transformers"),
     ],
 )
-def test_wrong_calls_are_refused_in_words(call: Callable[[], object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_calls_are_refused_in_words(
+    call: Callable[[], object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=words):
         call()
 
@@ -191,7 +225,11 @@ def test_whole_numbers_and_numbers() -> None:
     assert all(map(is_whole, (0, -3, 2**70, np.int32(3), np.uint8(0))))
     assert not any(map(is_whole, (True, 1.0, "1", None, np.float64(1), np.bool_(True), math.nan)))
     assert all(map(is_number, (0, 1.5, np.float32(2), np.int8(1), Fraction(1, 3))))
-    assert not any(map(is_number, (True, "1", None, math.nan, math.inf, np.float64("nan"), 1j, np.bool_(False))))
+    assert not any(
+        map(
+            is_number, (True, "1", None, math.nan, math.inf, np.float64("nan"), 1j, np.bool_(False))
+        )
+    )
 
 
 def test_rules_check_what_is_given_by_place_or_by_name() -> None:
@@ -279,31 +317,112 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     prepare_model(model)
     (batch,), targets = pack_documents(PLAN, 0, [[1] * 5, [1] * 3])
     merged = merge_prefixes([[1, 2, 3], [1, 2, 4]])
-    merged_plan = make_plan(merged.lengths, ranks=1, tokens_per_rank=64, profile=PROFILE, trees=merged.trees)
+    merged_plan = make_plan(
+        merged.lengths, ranks=1, tokens_per_rank=64, profile=PROFILE, trees=merged.trees
+    )
     placements = PLAN.micro_batches[0]
-    planned = {"lengths": LENGTHS, "ranks": 1, "tokens_per_rank": 64, "profile": PROFILE, "mode": "auto", "degree": None}
-    planned |= {"bins": None, "max_remote_tokens": None, "trees": {}, "sources": (), "images": None, "tower": None}
-    packed = {"plan": PLAN, "rank": 0, "documents": [[1] * 5, [1] * 3], "labels": None, "pad_to_multiple_of": 1, "shift": True}
-    pairs = {"plan": plan_of([8, 5]), "rank": 0, "sources": [[1] * 5, [1] * 3], "targets": [[1] * 3, [1] * 2]}
-    ring = {"q": X, "k": X, "v": X, "layout": PLAN.layout(0, 0), "group": None, "mask": Mask(), "scale": None, "softcap": 0.0}
-    ring |= {"sink_logits": None, "kernel": "auto", "keep_kv": False, "deterministic": False, "ranks_per_node": None}
-    inputs = {"model": model, "batch": batch, "target_tokens": targets, "group": None, "kernel": "auto", "device": "cpu"}
-    merging = {"sequences": [[1, 2], [1, 3]], "labels": None, "most_tokens": None, "tokens_per_rank": None, "weights": None}
-    cross = {"targets": placements, "target_lengths": LENGTHS, "sources": placements, "source_lengths": LENGTHS}
-    written = {"corpus": str(folder / "store.jsonl"), "out": folder / "fuzzed", "tokenizer": "bytes", "overwrite": True}
-    written |= {"workers": None, "vocab_size": 300, "max_length": None, "template_variables": None, "end_of_document": None}
+    planned = {
+        "lengths": LENGTHS,
+        "ranks": 1,
+        "tokens_per_rank": 64,
+        "profile": PROFILE,
+        "mode": "auto",
+        "degree": None,
+    }
+    planned |= {
+        "bins": None,
+        "max_remote_tokens": None,
+        "trees": {},
+        "sources": (),
+        "images": None,
+        "tower": None,
+    }
+    packed = {
+        "plan": PLAN,
+        "rank": 0,
+        "documents": [[1] * 5, [1] * 3],
+        "labels": None,
+        "pad_to_multiple_of": 1,
+        "shift": True,
+    }
+    pairs = {
+        "plan": plan_of([8, 5]),
+        "rank": 0,
+        "sources": [[1] * 5, [1] * 3],
+        "targets": [[1] * 3, [1] * 2],
+    }
+    ring = {
+        "q": X,
+        "k": X,
+        "v": X,
+        "layout": PLAN.layout(0, 0),
+        "group": None,
+        "mask": Mask(),
+        "scale": None,
+        "softcap": 0.0,
+    }
+    ring |= {
+        "sink_logits": None,
+        "kernel": "auto",
+        "keep_kv": False,
+        "deterministic": False,
+        "ranks_per_node": None,
+    }
+    inputs = {
+        "model": model,
+        "batch": batch,
+        "target_tokens": targets,
+        "group": None,
+        "kernel": "auto",
+        "device": "cpu",
+    }
+    merging = {
+        "sequences": [[1, 2], [1, 3]],
+        "labels": None,
+        "most_tokens": None,
+        "tokens_per_rank": None,
+        "weights": None,
+    }
+    cross = {
+        "targets": placements,
+        "target_lengths": LENGTHS,
+        "sources": placements,
+        "source_lengths": LENGTHS,
+    }
+    written = {
+        "corpus": str(folder / "store.jsonl"),
+        "out": folder / "fuzzed",
+        "tokenizer": "bytes",
+        "overwrite": True,
+    }
+    written |= {
+        "workers": None,
+        "vocab_size": 300,
+        "max_length": None,
+        "template_variables": None,
+        "end_of_document": None,
+    }
     return {
         "make_plan": (make_plan, planned),
         "pack_documents": (pack_documents, packed),
-        "pack_seq2seq": (pack_seq2seq, {**pairs, "start_token": 0, "labels": None, "pad_to_multiple_of": 1}),
+        "pack_seq2seq": (
+            pack_seq2seq,
+            {**pairs, "start_token": 0, "labels": None, "pad_to_multiple_of": 1},
+        ),
         "ring_attention": (ring_attention, ring),
         "warm_up": (warm_up, {"group": None, "device": "cpu"}),
-        "Mask": (Mask, {"causal": True, "window": None, "sinks": 0, "prefix": {}, "blocks": {}, "hidden": {}}),
+        "Mask": (
+            Mask,
+            {"causal": True, "window": None, "sinks": 0, "prefix": {}, "blocks": {}, "hidden": {}},
+        ),
         "Tree": (Tree, {"lengths": (3, 2), "parents": (-1, 0)}),
         "model_inputs": (model_inputs, inputs),
         "prepare_model": (prepare_model, {"model": model, "causal": True, "head": True}),
         "merge_prefixes": (merge_prefixes, {**merging, "least_shared": 1}),
-        "pack_merged": (pack_merged, {"plan": merged_plan, "rank": 0, "merged": merged, "pad_to_multiple_of": 1}),
+        "pack_merged": (
+            pack_merged,
+            {"plan": merged_plan, "rank": 0, "merged": merged, "pad_to_multiple_of": 1},
+        ),
         "layout": (PLAN.layout, {"micro_batch": 0, "rank": 0}),
         "cross_layout": (PLAN.cross_layout, {"micro_batch": 0, "rank": 0}),
         "CrossLayout": (CrossLayout.of, {**cross, "micro_batch": 0, "rank": 0}),
@@ -311,9 +430,15 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "from_dict": (HardwareProfile.from_dict, {"values": PROFILE.to_dict()}),
         "Store.open": (Store.open, {"path": store}),
         "load": (load, {"path": None, "overrides": [], "world_size": None, "defaults": None}),
-        "open_corpus": (open_corpus, {"source": "python-stdlib", "text_column": None, "split": None, "as_text": False}),
+        "open_corpus": (
+            open_corpus,
+            {"source": "python-stdlib", "text_column": None, "split": None, "as_text": False},
+        ),
         "prepare": (longctx.prepare, written),
-        "train": (longctx.train, {"config": None, "resume": False, "step": None, "continued": None, "trace_steps": None}),
+        "train": (
+            longctx.train,
+            {"config": None, "resume": False, "step": None, "continued": None, "trace_steps": None},
+        ),
     }
 
 
@@ -331,7 +456,9 @@ def drawn(random: Random, folder: Path, count: int) -> Iterator[tuple[str, Calla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_a_wrong_argument_never_fails_inside(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_argument_never_fails_inside(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """500 calls with each seed: a UserError, an error of the file system, or a result."""
     monkeypatch.chdir(tmp_path)
     refused: list[str] = []

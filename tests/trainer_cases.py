@@ -1,4 +1,5 @@
-"""Small trainers of transformers and TRL, on one process and on several, with dynamic context parallelism and without."""
+"""Small trainers of transformers and TRL, on one process and on several, with dynamic context
+parallelism and without."""
 
 import importlib
 import os
@@ -19,12 +20,15 @@ DOCUMENTS_A_STEP, DOCUMENTS = 12, 41
 
 
 def documents(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Documents of 2 to LONGEST tokens, the first third of each without a loss, and the fourth whole."""
+    """Documents of 2 to LONGEST tokens, the first third of each without a loss, and the fourth
+    whole."""
     random = np.random.default_rng(seed)
     rows = []
     for length in [LONGEST, 2, *random.integers(2, LONGEST // 2, count - 3), LONGEST - 1]:
         ids = random.integers(0, VOCABULARY, length)
-        labels = np.where(np.arange(length) < (length if len(rows) == 3 else length // 3), -100, ids)
+        labels = np.where(
+            np.arange(length) < (length if len(rows) == 3 else length // 3), -100, ids
+        )
         rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     return rows
 
@@ -34,36 +38,75 @@ def model(kind: str = "qwen2") -> Any:
     import transformers
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+    }
     if kind == "gemma3":
-        config = transformers.Gemma3TextConfig(**sizes, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+        config = transformers.Gemma3TextConfig(
+            **sizes, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
+        )
         return transformers.Gemma3ForCausalLM(config)
     if kind == "gpt_oss":
-        config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+        config = transformers.GptOssConfig(
+            **sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=16
+        )
         config.layer_types = ["sliding_attention", "full_attention"]
         return transformers.GptOssForCausalLM(config)
     if kind == "qwen3_moe":
-        config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+        config = transformers.Qwen3MoeConfig(
+            **sizes, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+        )
         config.output_router_logits, config.router_aux_loss_coef = True, 0.5
         made = transformers.Qwen3MoeForCausalLM(config)
         for layer in made.model.layers:
-            layer.mlp.gate.weight.data *= 30  # rounding decides between experts that are almost equally likely
+            # Rounding decides between experts that are almost equally likely.
+            layer.mlp.gate.weight.data *= 30
         return made
     if kind == "mamba2":
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
-        return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, num_heads=8, head_dim=8, n_groups=2))
+        sizes = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+        }
+        return transformers.Mamba2ForCausalLM(
+            transformers.Mamba2Config(**sizes, num_heads=8, head_dim=8, n_groups=2)
+        )
     if kind == "deepseek_v3":
-        sizes |= {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 12}
+        sizes |= {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        }
         sizes |= {"qk_rope_head_dim": 8, "first_k_dense_replace": 2}
         return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
     if kind == "arcee":
         return transformers.ArceeForCausalLM(transformers.ArceeConfig(**sizes))
     if kind in ("bert", "roberta", "modernbert"):
         name = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[kind]
-        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "local_attention": 16}
-        sizes |= {"vocab_size": VOCABULARY + 1, "pad_token_id": VOCABULARY, "max_position_embeddings": 256}
-        config = getattr(transformers, f"{name}Config")(**sizes)  # RoBERTa gives padding no position
+        sizes |= {
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "local_attention": 16,
+        }
+        sizes |= {
+            "vocab_size": VOCABULARY + 1,
+            "pad_token_id": VOCABULARY,
+            "max_position_embeddings": 256,
+        }
+        # RoBERTa gives padding no position.
+        config = getattr(transformers, f"{name}Config")(**sizes)
         return getattr(transformers, f"{name}ForMaskedLM")(config)
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
 
@@ -104,14 +147,20 @@ def arguments(folder: Path, ranks: int, accumulation: int, **more: Any) -> dict[
 
 
 def as_rank() -> int:
-    """Tells accelerate which rank of the workers' group this process is. Returns the number of ranks."""
+    """Tells accelerate which rank of the workers' group this process is. Returns the number of
+    ranks."""
     from accelerate.state import AcceleratorState
 
     ranks = dist.get_world_size()
     AcceleratorState._reset_state(True)
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[name]  # of the arguments of the run before
-    names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    names = {
+        "RANK": dist.get_rank(),
+        "LOCAL_RANK": dist.get_rank(),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in names.items():
         if ranks > 1:
@@ -134,7 +183,9 @@ def report(trainer: Any) -> dict[str, Any]:
         "trees": sum(len(plan.trees) for plan in shared.plans) if shared else 0,
         "plans": [plan.lengths for plan in shared.plans] if shared else [],
         "micro_batches": max(len(plan.micro_batches) for plan in shared.plans) if shared else 0,
-        "degrees": sorted({degree for plan in shared.plans for degree in plan.degrees}) if shared else [],
+        "degrees": sorted({degree for plan in shared.plans for degree in plan.degrees})
+        if shared
+        else [],
     }
 
 
@@ -142,7 +193,9 @@ class Batches:
     """A sampler of batches without a sampler of rows, and, as it may be, without a size."""
 
     def __init__(self, rows: int, size: int) -> None:
-        self.batches = [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
+        self.batches = [
+            list(range(start, min(start + size, rows))) for start in range(0, rows, size)
+        ]
 
     def __iter__(self) -> Any:
         return iter(self.batches)
@@ -151,7 +204,9 @@ class Batches:
         return len(self.batches)
 
 
-def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+def train(
+    folder: Path, kind: str, accumulation: int, dynamic: bool, options: dict[str, Any]
+) -> dict[str, Any]:
     """Trains with `transformers.Trainer`; steps have the same documents on any number of ranks."""
     from transformers import Trainer, TrainingArguments
 
@@ -165,7 +220,9 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
         data = datasets.Dataset.from_list(data).to_iterable_dataset()
     if "fsdp" in options:
         select_fsdp_on_cpus()
-    predicting, sampling, watched = (options.pop(name, None) for name in ("predicting", "sampling", "watched"))
+    predicting, sampling, watched = (
+        options.pop(name, None) for name in ("predicting", "sampling", "watched")
+    )
     budget = options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else LONGEST})
     if sampling == "rebalanced":
         options["train_sampling_strategy"] = "batch_rebalance"
@@ -174,7 +231,9 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
         def get_train_dataloader(self) -> Any:
             batches = Batches(len(data), self.args.per_device_train_batch_size)
             return self.accelerator.prepare(
-                torch.utils.data.DataLoader(data, batch_sampler=batches, collate_fn=self.data_collator)
+                torch.utils.data.DataLoader(
+                    data, batch_sampler=batches, collate_fn=self.data_collator
+                )
             )
 
     trainer = (InBatches if sampling == "of batches" else Trainer)(
@@ -203,7 +262,8 @@ def likelihood(prediction: Any) -> dict[str, float]:
 
 
 def select_fsdp_on_cpus() -> None:
-    """Makes accelerate select FSDP for processes on CPUs, as it does on GPUs: it would silently train with DDP."""
+    """Makes accelerate select FSDP for processes on CPUs, as it does on GPUs: it would silently
+    train with DDP."""
     from accelerate import state
     from accelerate.utils import DistributedType
 
@@ -214,14 +274,17 @@ def select_fsdp_on_cpus() -> None:
     def selecting(self: Any, *given: Any, fsdp_plugin: Any = None, **named: Any) -> None:
         begin(self, *given, fsdp_plugin=fsdp_plugin, **named)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.distributed_type = state.PartialState._shared_state["distributed_type"] = (
+                DistributedType.FSDP
+            )
             self.fsdp_plugin = fsdp_plugin
 
     state.AcceleratorState.__init__ = selecting
 
 
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}[A]{% generation %}{{ message.content }}[E]"
+    "{% for message in messages %}{% if message.role == 'assistant' %}[A]{% generation %}{{ "
+    "message.content }}[E]"
     "{% endgeneration %}{% else %}[U]{{ message.content }}[E]{% endif %}{% endfor %}"
 )
 
@@ -232,10 +295,17 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ["[P]", "[E]", "[U]", "[A]", "[X]"]
-    vocabulary = {word: number for number, word in enumerate([*special, *(f"w{n}" for n in range(VOCABULARY - len(special)))])}
+    vocabulary = {
+        word: number
+        for number, word in enumerate(
+            [*special, *(f"w{n}" for n in range(VOCABULARY - len(special)))]
+        )
+    }
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[X]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[P]", eos_token="[E]", unk_token="[X]")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[P]", eos_token="[E]", unk_token="[X]"
+    )
     made.add_special_tokens({"additional_special_tokens": special[2:4]})
     made.chat_template = TEMPLATE
     return made
@@ -248,11 +318,24 @@ def conversations(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, Any]]
     def words(number: int) -> str:
         return " ".join(f"w{n}" for n in random.integers(0, VOCABULARY - 5, number))
 
-    rows = [{"messages": [{"role": "user", "content": words(20)}, {"role": "assistant", "content": words(LONGEST - 24)}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": words(20)},
+                {"role": "assistant", "content": words(LONGEST - 24)},
+            ]
+        }
+    ]
     for _ in range(count - 1):
         turns = random.integers(1, 3)
         roles = ["user", "assistant"] * turns
-        rows.append({"messages": [{"role": role, "content": words(int(random.integers(1, 10)))} for role in roles]})
+        rows.append(
+            {
+                "messages": [
+                    {"role": role, "content": words(int(random.integers(1, 10)))} for role in roles
+                ]
+            }
+        )
     return rows
 
 
@@ -262,26 +345,48 @@ def adapters(lora: bool | str | float) -> Any:
 
     if lora == "embedding":
         return LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
-    kinds = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": lora == "dora"}
-    return LoraConfig(r=4, lora_dropout=lora if isinstance(lora, float) else 0.0, **kinds) if lora else None
+    kinds = {
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+        "use_dora": lora == "dora",
+    }
+    return (
+        LoraConfig(r=4, lora_dropout=lora if isinstance(lora, float) else 0.0, **kinds)
+        if lora
+        else None
+    )
 
 
-def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Fine-tunes with `trl.SFTTrainer`. Options: those of SFTConfig, and `lora` and `kind` of the model."""
+def finetune(
+    folder: Path, accumulation: int, dynamic: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Fine-tunes with `trl.SFTTrainer`. Options: those of SFTConfig, and `lora` and `kind` of the
+    model."""
     import datasets
     from trl import SFTConfig, SFTTrainer
 
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
-    lora, kind, predicting = options.pop("lora", False), options.pop("kind", "qwen2"), options.pop("predicting", False)
-    budget = options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else 2 * LONGEST})
+    lora, kind, predicting = (
+        options.pop("lora", False),
+        options.pop("kind", "qwen2"),
+        options.pop("predicting", False),
+    )
+    budget = options.pop(
+        "budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else 2 * LONGEST}
+    )
     defaults = {"assistant_only_loss": True, "max_length": None}
-    data = [datasets.Dataset.from_list(conversations(count, seed)) for count, seed in ((DOCUMENTS, 0), (19, 1))]
+    data = [
+        datasets.Dataset.from_list(conversations(count, seed))
+        for count, seed in ((DOCUMENTS, 0), (19, 1))
+    ]
     given = arguments(folder, ranks, accumulation, **{**defaults, **options})
     trainer = SFTTrainer(
         model(kind),
-        args=SFTConfig(**{name: value for name, value in given.items() if name != "remove_unused_columns"}),
+        args=SFTConfig(
+            **{name: value for name, value in given.items() if name != "remove_unused_columns"}
+        ),
         train_dataset=data[0],
         eval_dataset=data[1],
         processing_class=tokenizer(),
@@ -295,7 +400,8 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
 
 
 class Engine:
-    """Stands for vLLM in TRL: reads the weights, and makes completions and their likelihoods of the prompts alone."""
+    """Stands for vLLM in TRL: reads the weights, and makes completions and their likelihoods of the
+    prompts alone."""
 
     def __init__(self, model: Any, **_: Any) -> None:
         self.model, self.read = model, 0
@@ -305,14 +411,17 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
         assert self.read
-        made = [[10 + (sum(ids) + 7 * k * number) % 90 for k in range(2 + number % 5)] for number, ids in enumerate(prompts)]
+        made = [
+            [10 + (sum(ids) + 7 * k * number) % 90 for k in range(2 + number % 5)]
+            for number, ids in enumerate(prompts)
+        ]
         return prompts, made, [[[-4.0]] * len(ids) for ids in made], None
 
 
 def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains with one of TRL's trainers that need whole sequences. Options: those of its config, `lora`, `budget`, `kind` of
-    the model, whether to be `evaluating` before, and whether the config of a mixture `asks` for the loss of its routers, with
-    which it does not generate."""
+    """Trains with one of TRL's trainers that need whole sequences. Options: those of its config,
+    `lora`, `budget`, `kind` of the model, whether to be `evaluating` before, and whether the config
+    of a mixture `asks` for the loss of its routers, with which it does not generate."""
     import datasets
     import trl
 
@@ -321,8 +430,15 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     ranks, options = as_rank(), dict(options)
     if "fsdp" in options:
         select_fsdp_on_cpus()
-    lora, budget = options.pop("lora", False), options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK})
-    watched, evaluating, of = options.pop("watched", False), options.pop("evaluating", False), options.pop("kind", "qwen2")
+    lora, budget = (
+        options.pop("lora", False),
+        options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK}),
+    )
+    watched, evaluating, of = (
+        options.pop("watched", False),
+        options.pop("evaluating", False),
+        options.pop("kind", "qwen2"),
+    )
     base = folder / "base"  # TRL loads the reference model from there
     made, asks = model(of), options.pop("asks", False)
     if of == "qwen3_moe":
@@ -330,13 +446,21 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     if dist.get_rank() == 0:
         made.save_pretrained(base)
     dist.barrier()
-    given = arguments(folder, ranks, 1, max_steps=3, eval_strategy="no", optim="sgd", learning_rate=0.05)
-    given |= {"per_device_train_batch_size": 4, "include_num_input_tokens_seen": "no", "max_grad_norm": 0.0}
+    given = arguments(
+        folder, ranks, 1, max_steps=3, eval_strategy="no", optim="sgd", learning_rate=0.05
+    )
+    given |= {
+        "per_device_train_batch_size": 4,
+        "include_num_input_tokens_seen": "no",
+        "max_grad_norm": 0.0,
+    }
     del given["remove_unused_columns"]
     more: dict[str, Any] = {}
     if kind in ("GRPO", "RLOO"):
         given |= {"num_generations": 2, "max_completion_length": 12}
-        more["reward_funcs"] = lambda completions, **_: [float(len(set(text.split()))) for text in completions]
+        more["reward_funcs"] = lambda completions, **_: [
+            float(len(set(text.split()))) for text in completions
+        ]
         importlib.import_module(f"trl.trainer.{kind.lower()}_trainer").VLLMGeneration = Engine
     elif kind == "DPO":
         given["max_length"] = None
@@ -359,7 +483,8 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
 
 
 def preferences(kind: str) -> list[dict[str, Any]]:
-    """Prompts, of which every sixth is long, with the completions that a trainer of this kind needs."""
+    """Prompts, of which every sixth is long, with the completions that a trainer of this kind
+    needs."""
     random = np.random.default_rng(0)
 
     def words(number: int) -> str:
@@ -367,18 +492,27 @@ def preferences(kind: str) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     for number in range(24):
-        rows.append({"prompt": words(LONGEST - 20 if number % 6 == 0 else int(random.integers(2, 20)))})
+        rows.append(
+            {"prompt": words(LONGEST - 20 if number % 6 == 0 else int(random.integers(2, 20)))}
+        )
         if kind == "DPO":
-            rows[-1] |= {"chosen": words(int(random.integers(2, 12))), "rejected": words(int(random.integers(2, 12)))}
+            rows[-1] |= {
+                "chosen": words(int(random.integers(2, 12))),
+                "rejected": words(int(random.integers(2, 12))),
+            }
         if kind == "KTO":
-            rows[-1] |= {"completion": words(int(random.integers(2, 12))), "label": bool(number % 2)}
+            rows[-1] |= {
+                "completion": words(int(random.integers(2, 12))),
+                "label": bool(number % 2),
+            }
     return rows
 
 
 def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool, list[int]]:
     """Shares a step of random documents, by rank, batch and document.
 
-    Returns whether this rank got what packing all documents gives it, and gave it back, and the tokens it sent to every rank.
+    Returns whether this rank got what packing all documents gives it, and gave it back, and the
+    tokens it sent to every rank.
     """
     from longctx.data.packing import pack_documents
     from longctx.trainers.documents import Document
@@ -387,19 +521,32 @@ def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool,
     rank, sent = dist.get_rank(), []
     exchange = dist.all_to_all_single
 
-    def counting(received: torch.Tensor, rows: torch.Tensor, counts: list[int], sizes: list[int], **named: Any) -> None:
+    def counting(
+        received: torch.Tensor,
+        rows: torch.Tensor,
+        counts: list[int],
+        sizes: list[int],
+        **named: Any,
+    ) -> None:
         sent.extend(sizes)
         exchange(received, rows, counts, sizes, **named)
 
     dist.all_to_all_single = counting
     try:
         world = dist.group.WORLD
-        sharing = Sharing(PROFILE, TOKENS_PER_RANK, "auto", None, "auto", torch.device("cpu"), world, world)
-        mine = [[Document(np.array(ids), np.array([*labels[1:], -100])) for ids, labels in batch] for batch in batches[rank]]
+        sharing = Sharing(
+            PROFILE, TOKENS_PER_RANK, "auto", None, "auto", torch.device("cpu"), world, world
+        )
+        mine = [
+            [Document(np.array(ids), np.array([*labels[1:], -100])) for ids, labels in batch]
+            for batch in batches[rank]
+        ]
         step = sharing.share(mine)
     finally:
         dist.all_to_all_single = exchange
-    everything = [document for turn in zip(*batches, strict=True) for batch in turn for document in batch]
+    everything = [
+        document for turn in zip(*batches, strict=True) for batch in turn for document in batch
+    ]
     trained = [(ids, labels) for ids, labels in everything if has_target(labels)]
     expected, targets = pack_documents(sharing.plans[-1], rank, *zip(*trained, strict=True))
     pairs = zip(step.micro_batches, expected, strict=True)

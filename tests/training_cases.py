@@ -37,7 +37,10 @@ from longctx.training.saved import checkpoint
 from longctx.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-MODULES = "abc.py ast.py base64.py bisect.py calendar.py cmd.py copy.py csv.py enum.py fnmatch.py glob.py heapq.py this.py"
+MODULES = (
+    "abc.py ast.py base64.py bisect.py calendar.py cmd.py copy.py csv.py enum.py fnmatch.py "
+    "glob.py heapq.py this.py"
+)
 """Part of the embedded corpus, 80 to 60,000 bytes a file."""
 
 SMALL = [
@@ -58,16 +61,20 @@ SMALL = [
 
 
 def make_store(folder: Path, lengths: Sequence[int] = (250, 500, 1475, 375)) -> Path:
-    """Prepares a byte-level store under `folder`: of some modules of the standard library a piece of each of these lengths.
+    """Prepares a byte-level store under `folder`: of some modules of the standard library a piece
+    of each of these lengths.
 
-    One long for every three short ones, so that degrees differ within a step: whole modules would all be cut to the longest.
+    One long for every three short ones, so that degrees differ within a step: whole modules would
+    all be cut to the longest.
     """
     source = folder / "source"
     source.mkdir()
     for name in MODULES.split():
         text = (Path(sysconfig.get_path("stdlib")) / name).read_bytes()
         for piece, length in enumerate(lengths):
-            (source / f"{piece}-{name}").write_bytes(text[max(lengths) * piece :][:length] or text[:length])
+            (source / f"{piece}-{name}").write_bytes(
+                text[max(lengths) * piece :][:length] or text[:length]
+            )
     prepare(open_corpus(str(source)), folder / "store", tokenizer="bytes")
     return folder / "store"
 
@@ -82,14 +89,20 @@ def pretend_checkpoints(run: Path, *steps: int) -> None:
 
 def whole(tensor: Any) -> torch.Tensor:
     """Returns a copy of a tensor, or of all shards of one."""
-    copied: torch.Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    copied: torch.Tensor = (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    )
     return copied
 
 
 def steps_in(run: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl, but not one that is being written."""
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
 
 
 def start(
@@ -112,7 +125,12 @@ def start(
 
 
 def train(
-    store: Path, run: Path, settings: list[str], steps: int = 10, resume: bool = False, timeout_s: float = 30.0
+    store: Path,
+    run: Path,
+    settings: list[str],
+    steps: int = 10,
+    resume: bool = False,
+    timeout_s: float = 30.0,
 ) -> list[StepMetrics]:
     """Metrics of the next `steps` steps."""
     trainer = start(store, run, settings, resume=resume, timeout_s=timeout_s)
@@ -134,8 +152,11 @@ def train_then_save(store: Path, run: Path, settings: list[str], steps: int) -> 
         trainer.save()
 
 
-def resumed_with(store: Path, run: Path, settings: list[str], other: list[str]) -> list[dict[str, Any]]:
-    """Parameter groups, without the parameters, of a run of two steps that resumed with `other` settings."""
+def resumed_with(
+    store: Path, run: Path, settings: list[str], other: list[str]
+) -> list[dict[str, Any]]:
+    """Parameter groups, without the parameters, of a run of two steps that resumed with `other`
+    settings."""
     saved = start(store, run, settings)
     with saved.loader:
         for _ in range(2):
@@ -145,13 +166,22 @@ def resumed_with(store: Path, run: Path, settings: list[str], other: list[str]) 
     resumed.loader.close()
     for a, b in zip(saved.model.parameters(), resumed.model.parameters(), strict=True):
         for name, value in saved.optimizer.state[a].items():
-            before, after = (x.to_local() if isinstance(x, DTensor) else x for x in (value, resumed.optimizer.state[b][name]))
+            before, after = (
+                x.to_local() if isinstance(x, DTensor) else x
+                for x in (value, resumed.optimizer.state[b][name])
+            )
             assert torch.equal(before, after), name
-    return [{key: value for key, value in group.items() if key != "params"} for group in resumed.optimizer.param_groups]
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in resumed.optimizer.param_groups
+    ]
 
 
-def steps_not_finite(store: Path, run: Path, what: str, spoiled: list[int], settings: list[str]) -> tuple[list[bool], str]:
-    """Trains with a loss or a gradient of rank 1 that is NaN in some steps. Returns which were skipped, and the error."""
+def steps_not_finite(
+    store: Path, run: Path, what: str, spoiled: list[int], settings: list[str]
+) -> tuple[list[bool], str]:
+    """Trains with a loss or a gradient of rank 1 that is NaN in some steps. Returns which were
+    skipped, and the error."""
     trainer, skipped, error = start(store, run, settings), list[bool](), ""
     original = Passes.forward_backward
 
@@ -168,25 +198,43 @@ def steps_not_finite(store: Path, run: Path, what: str, spoiled: list[int], sett
     with pytest.MonkeyPatch.context() as patch, trainer.loader:
         patch.setattr(Passes, "forward_backward", spoil)
         while len(skipped) < 7 and not error:
-            before = [parameter.detach().to_local().clone() for parameter in trainer.model.parameters()]
+            before = [
+                parameter.detach().to_local().clone() for parameter in trainer.model.parameters()
+            ]
             try:
                 skipped.append(trainer.step().skipped)
             except ValueError as refused:
                 error = str(refused)
-            same = all(torch.equal(a, b.to_local()) for a, b in zip(before, trainer.model.parameters(), strict=True))
-            assert same == bool(error or skipped[-1]), "the weights change unless the step is skipped or refused"
-            assert all(bool(parameter.to_local().isfinite().all()) for parameter in trainer.model.parameters())
+            same = all(
+                torch.equal(a, b.to_local())
+                for a, b in zip(before, trainer.model.parameters(), strict=True)
+            )
+            assert same == bool(error or skipped[-1]), (
+                "the weights change unless the step is skipped or refused"
+            )
+            assert all(
+                bool(parameter.to_local().isfinite().all())
+                for parameter in trainer.model.parameters()
+            )
     return skipped, error
 
 
 def without_targets_in_step_3(store: Path, run: Path, settings: list[str]) -> list[StepMetrics]:
-    """Three steps, of which the last has no target: weights, moments and biases stay, bit by bit."""
+    """Three steps, of which the last has no target: weights, moments and biases stay, bit by
+    bit."""
     trainer = start(store, run, ["optimizer.weight_decay=0.1", *settings])
 
     def values() -> list[torch.Tensor]:
         states = [trainer.optimizer.state[parameter] for parameter in trainer.optimizer.state]
-        held = [*trainer.model.parameters(), *trainer.model.buffers(), *(value for state in states for value in state.values())]
-        return [(value.to_local() if isinstance(value, DTensor) else value).detach().clone() for value in held]
+        held = [
+            *trainer.model.parameters(),
+            *trainer.model.buffers(),
+            *(value for state in states for value in state.values()),
+        ]
+        return [
+            (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+            for value in held
+        ]
 
     with trainer.loader:
         metrics = [trainer.step(), trainer.step()]
@@ -207,7 +255,8 @@ def with_another_plan_on_rank_1(store: Path, run: Path) -> None:
 
 
 def host_gathers(store: Path, run: Path, settings: list[str], ready: bool) -> list[int]:
-    """Returns how often each step gathers over all processes on the host; its next step is `ready` at that time, or not."""
+    """Returns how often each step gathers over all processes on the host; its next step is `ready`
+    at that time, or not."""
     trainer = start(store, run, settings)
     share = trainer._gather
     if ready:
@@ -254,20 +303,25 @@ def clipped_and_at_the_right_rate(store: Path, run: Path) -> None:
     seen: list[tuple[float, float]] = []
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        squares = sum(float(p.grad.full_tensor().double().square().sum()) for p in trainer.model.parameters())
+        squares = sum(
+            float(p.grad.full_tensor().double().square().sum()) for p in trainer.model.parameters()
+        )
         seen.append((squares**0.5, optimizer.param_groups[0]["lr"]))
 
     trainer.optimizer.register_step_pre_hook(look)
     with trainer.loader:
         metrics = [trainer.step() for _ in range(3)]
     for step, (norm, rate) in enumerate(seen, start=1):
-        assert abs(norm / greatest - 1) < 1e-3, f"the gradient has norm {norm} after clipping to {greatest}"
+        assert abs(norm / greatest - 1) < 1e-3, (
+            f"the gradient has norm {norm} after clipping to {greatest}"
+        )
         assert metrics[step - 1].grad_norm > 10 * greatest, "the norm before clipping is reported"
         assert rate == metrics[step - 1].lr == learning_rate(step, 10, trainer.config.optimizer)
 
 
 def skipped_by_collections(store: Path, run: Path) -> list[int]:
-    """Objects that garbage collection skips before the optimizer of each of three steps, and after the run."""
+    """Objects that garbage collection skips before the optimizer of each of three steps, and after
+    the run."""
     trainer, counts = start(store, run, ["train.steps=3"]), list[int]()
     trainer.optimizer.register_step_pre_hook(lambda *_: counts.append(gc.get_freeze_count()))
     assert trainer.train()
@@ -275,7 +329,8 @@ def skipped_by_collections(store: Path, run: Path) -> list[int]:
 
 
 def reduced_in_float32(store: Path, run: Path) -> None:
-    """Ranks hold gradients 1 and 1 + 2⁻⁷ of opposite sign, next to 256: bfloat16 sums would lose the difference."""
+    """Ranks hold gradients 1 and 1 + 2⁻⁷ of opposite sign, next to 256: bfloat16 sums would lose
+    the difference."""
     trainer = start(store, run, ["train.dtype=bfloat16"])
     trainer.loader.close()
     model, rank = trainer.model, dist.get_rank()
@@ -284,7 +339,12 @@ def reduced_in_float32(store: Path, run: Path) -> None:
     factors = [(256.0, 1.0), (-256.0, 2.0**-7)][rank]
     for number, factor in enumerate(factors):
         reduce_gradients(model, in_this_backward=number == len(factors) - 1)
-        made = model(zero, zero, RingAttention(layout), lambda hidden, weight: hidden.sum() + weight.float().sum())
+        made = model(
+            zero,
+            zero,
+            RingAttention(layout),
+            lambda hidden, weight: hidden.sum() + weight.float().sum(),
+        )
         (made * factor).backward()
     gradient = model.lm_head.weight.grad.full_tensor()
     assert gradient.dtype == torch.float32
@@ -292,9 +352,13 @@ def reduced_in_float32(store: Path, run: Path) -> None:
 
 
 def with_rank_1_failing(
-    store: Path, run: Path, how: str, settings: Sequence[str] = ("context.mode=static", "context.degree=2")
+    store: Path,
+    run: Path,
+    how: str,
+    settings: Sequence[str] = ("context.mode=static", "context.degree=2"),
 ) -> None:
-    """Rank 1 dies, or stays silent, when it comes to attention of layer 1 in micro-batch 0 of step 2."""
+    """Rank 1 dies, or stays silent, when it comes to attention of layer 1 in micro-batch 0 of step
+    2."""
     trainer = start(store, run, list(settings), timeout_s=2.0)
     trainer.step()
     if dist.get_rank() == 1:
@@ -311,8 +375,11 @@ def with_rank_1_failing(
     trainer.step()
 
 
-def counted_after(trainer: Trainer, passes: Sequence[str], count: Callable[[_WatchedStage], int]) -> list[int]:
-    """What `count` finds after each of these passes of a stage of this rank, in a step of a pipeline."""
+def counted_after(
+    trainer: Trainer, passes: Sequence[str], count: Callable[[_WatchedStage], int]
+) -> list[int]:
+    """What `count` finds after each of these passes of a stage of this rank, in a step of a
+    pipeline."""
     counts = []
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,24 +413,33 @@ def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many blocks are gathered when each micro-batch of a step begins."""
     trainer, counts = start(store, run, settings), list[int]()
     original = trainer.passes.inputs
-    trainer.passes.inputs = lambda *given: (counts.append(gathered(trainer.model.layers)), original(*given))[1]
+    trainer.passes.inputs = lambda *given: (
+        counts.append(gathered(trainer.model.layers)),
+        original(*given),
+    )[1]
     with trainer.loader:
         trainer.step()
     return counts
 
 
 def unsummed_gradients_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
-    """How many gradients of this rank are in bfloat16 after each backward pass of a step, and not yet added up in float32."""
+    """How many gradients of this rank are in bfloat16 after each backward pass of a step, and not
+    yet added up in float32."""
 
     def unsummed(stage: _WatchedStage) -> int:
         gradients = (parameter.grad for parameter in stage.stage.parameters())
-        return sum(gradient is not None and gradient.dtype == torch.bfloat16 for gradient in gradients)
+        return sum(
+            gradient is not None and gradient.dtype == torch.bfloat16 for gradient in gradients
+        )
 
-    return counted_after(start(store, run, settings), ["backward_one_chunk", "backward_weight_one_chunk"], unsummed)
+    return counted_after(
+        start(store, run, settings), ["backward_one_chunk", "backward_weight_one_chunk"], unsummed
+    )
 
 
 def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[int, int]:
-    """How many micro-batches a step has, and for how many this rank has buffers at a time, at most."""
+    """How many micro-batches a step has, and for how many this rank has buffers at a time, at
+    most."""
     trainer = start(store, run, settings)
     assert trainer.passes.pipeline is not None
     original, most = trainer.passes.pipeline.hidden, 0
@@ -376,8 +452,13 @@ def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[
             alive.append(weakref.ref(made))
             stage = trainer.passes.pipeline._schedule[1]._stage
             infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-            buffers = [getattr(info, "buffer", None) for info in infos] + [buffer() for buffer in alive]
-            most = max(most, len({id(buffer) for buffer in buffers if buffer is not None and buffer.numel()}))
+            buffers = [getattr(info, "buffer", None) for info in infos] + [
+                buffer() for buffer in alive
+            ]
+            most = max(
+                most,
+                len({id(buffer) for buffer in buffers if buffer is not None and buffer.numel()}),
+            )
         return made
 
     trainer.passes.pipeline.hidden = count

@@ -13,7 +13,8 @@ from tests.attention_cases import Case
 
 
 def tree_of(shape: Any) -> Tree:
-    """Returns the tree of (tokens, shape, shape, ..), where a number stands for a node without children."""
+    """Returns the tree of (tokens, shape, shape, ..), where a number stands for a node without
+    children."""
     lengths: list[int] = []
     parents: list[int] = []
 
@@ -52,7 +53,10 @@ def levels(tree: Tree) -> int:
 def sequences(tree: Tree) -> list[torch.Tensor]:
     """Returns the tokens of every sequence that ends in a leaf, as rows of the tree, in order."""
     leaves = set(range(len(tree.lengths))) - set(tree.parents)
-    return [torch.cat([torch.arange(node.start, node.stop) for node in tree.path(leaf)]) for leaf in sorted(leaves)]
+    return [
+        torch.cat([torch.arange(node.start, node.stop) for node in tree.path(leaf)])
+        for leaf in sorted(leaves)
+    ]
 
 
 @st.composite
@@ -63,7 +67,9 @@ def tree_cases(draw: st.DrawFn, ranks: int, **options: Any) -> Case:
     placements = []
     for document in range(len(shapes) + len(plain)):
         degree = draw(st.sampled_from([ranks, draw(st.integers(1, ranks))]))
-        placements.append(Placement(document, draw(st.integers(0, ranks - degree)), degree, draw(st.booleans())))
+        placements.append(
+            Placement(document, draw(st.integers(0, ranks - degree)), degree, draw(st.booleans()))
+        )
     kv_heads = draw(st.integers(1, 2))
     return Case(
         ranks,
@@ -81,7 +87,11 @@ def tree_cases(draw: st.DrawFn, ranks: int, **options: Any) -> Case:
 @st.composite
 def masks(draw: st.DrawFn, case: Case) -> Mask:
     window = draw(st.none() | st.integers(1, 12) | st.integers(1, 150))
-    prefix = {document: draw(st.integers(0, tree.lengths[0])) for document, tree in case.trees.items() if draw(st.booleans())}
+    prefix = {
+        document: draw(st.integers(0, tree.lengths[0]))
+        for document, tree in case.trees.items()
+        if draw(st.booleans())
+    }
     return Mask(True, window, 0 if window is None else draw(st.integers(0, 20)), prefix)
 
 
@@ -103,9 +113,13 @@ def one_by_one(case: Case) -> list[torch.Tensor]:
         for sequence in sequences(tree):
             rows = start + sequence
             parts = (tensor[rows] for tensor in (q, k, v))
-            its_out = reference_attention(*parts, [len(rows)], mask=mask, softcap=case.softcap, sink_logits=sinks)
+            its_out = reference_attention(
+                *parts, [len(rows)], mask=mask, softcap=case.softcap, sink_logits=sinks
+            )
             new = torch.where(given[rows, None, None], 0, dout[rows])
-            for total, part in zip(gradients, torch.autograd.grad(its_out, inputs, new), strict=True):
+            for total, part in zip(
+                gradients, torch.autograd.grad(its_out, inputs, new), strict=True
+            ):
                 total += part
             out[rows], given[rows] = its_out.detach(), True
         start += length

@@ -17,13 +17,18 @@ FPS = 0.75
 
 
 def pairs(start: int, count: int, height: int, width: int, apart: int = 0) -> list[ImagePlace]:
-    """Returns the places of a video of `count` pairs of frames, with `apart` tokens between them."""
+    """Returns the places of a video of `count` pairs of frames, with `apart` tokens between
+    them."""
     tokens = height * width // 4
-    return [ImagePlace(start + k * (tokens + apart), tokens, (1, height, width), FPS) for k in range(count)]
+    return [
+        ImagePlace(start + k * (tokens + apart), tokens, (1, height, width), FPS)
+        for k in range(count)
+    ]
 
 
 def places_of(family: str) -> Places:
-    """Returns a video among images, two videos, and a video alone; of Qwen3-VL, texts are between pairs of frames."""
+    """Returns a video among images, two videos, and a video alone; of Qwen3-VL, texts are between
+    pairs of frames."""
     apart = APART if family == "qwen3_vl" else 0
     return {
         0: [ImagePlace(3, 12, (1, 6, 8)), *pairs(17, 4, 4, 8, apart), ImagePlace(70, 4, (1, 2, 8))],
@@ -42,7 +47,10 @@ def documents(family: str) -> list[torch.Tensor]:
 
 
 def labels(family: str) -> list[torch.Tensor]:
-    return [torch.where((document == IMAGE) | (document == VIDEO), -100, document) for document in documents(family)]
+    return [
+        torch.where((document == IMAGE) | (document == VIDEO), -100, document)
+        for document in documents(family)
+    ]
 
 
 def pixels(family: str, images: Sequence[Image]) -> Pixels:
@@ -57,7 +65,8 @@ def pixels(family: str, images: Sequence[Image]) -> Pixels:
 
 
 def of_processor(family: str, numbers: Sequence[int]) -> Pixels:
-    """Returns what transformers' processor makes of the images and videos of documents: pixels and grids of whole videos."""
+    """Returns what transformers' processor makes of the images and videos of documents: pixels and
+    grids of whole videos."""
     images, frames, grids, made = [], [], [], {}
     for number in numbers:
         end = -1  # of the pair of frames before
@@ -71,7 +80,10 @@ def of_processor(family: str, numbers: Sequence[int]) -> Pixels:
     if images:
         made = dict(pixels(family, images))
     if frames:
-        made |= {"pixel_values_videos": pixels(family, frames)["pixel_values"], "video_grid_thw": torch.tensor(grids)}
+        made |= {
+            "pixel_values_videos": pixels(family, frames)["pixel_values"],
+            "video_grid_thw": torch.tensor(grids),
+        }
         if family == "qwen2_5_vl":
             made["second_per_grid_ts"] = torch.tensor([2 / FPS] * len(grids))
     return made

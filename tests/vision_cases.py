@@ -14,10 +14,28 @@ from longctx.trainers.image_shares import Image, Pixels, Places
 from tests.huggingface_cases import SIZE
 
 TEXT = {**SIZE, "vocab_size": 96, "max_position_embeddings": 512}
-TOWER = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4}
+TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-MERGING = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "num_heads": 2, "depth": 3}
-QWEN_TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+MERGING = {
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "num_heads": 2,
+    "depth": 3,
+}
+QWEN_TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llava": {
         "text_config": {"model_type": "llama", **TEXT},
@@ -56,8 +74,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **QWEN_TOKENS,
     },
     "gemma3": {
-        "text_config": {**TEXT, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
-        "vision_config": {"model_type": "siglip_vision_model", **TOWER, "image_size": 16, "vision_use_head": False},
+        "text_config": {
+            **TEXT,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            **TOWER,
+            "image_size": 16,
+            "vision_use_head": False,
+        },
         "image_token_id": 90,
         "mm_tokens_per_image": 16,
     },
@@ -96,14 +123,17 @@ PLACEMENTS: dict[int, tuple[tuple[Placement, ...], ...]] = {
         (Placement(2, 0, 2), Placement(5, 3, 1)),
     ),
 }
-"""By number of ranks: images cut by the edges of a ring, documents without images beside others, ranks without tokens."""
+"""By number of ranks: images cut by the edges of a ring, documents without images beside others,
+ranks without tokens."""
 
 
 def save_model(folder: Path, family: str, **changes: Any) -> Path:
     """Saves a model whose weights are large enough for attention and images to matter."""
     settings = {**CONFIGS[family], **changes}
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **settings), attn_implementation="eager")
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(family, **settings), attn_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -134,39 +164,58 @@ def pixels(family: str, images: Sequence[Image]) -> Pixels:
     for document, number in images or [(-1, 0)]:
         generator = torch.Generator().manual_seed(100 * document + number + 101)
         grid = places_of(family)[document][number].grid if document >= 0 else (1, 2, 2)
-        shape = (1, 3, 16, 16) if family in ("llava", "gemma3") else (grid[1] * grid[2], 3 * 2 * 4 * 4)
+        shape = (
+            (1, 3, 16, 16) if family in ("llava", "gemma3") else (grid[1] * grid[2], 3 * 2 * 4 * 4)
+        )
         parts.append(torch.randn(shape, generator=generator))
         grids.append(grid)
     made = {"pixel_values": torch.cat(parts)}
-    return made if family in ("llava", "gemma3") else {**made, "image_grid_thw": torch.tensor(grids)}
+    return (
+        made if family in ("llava", "gemma3") else {**made, "image_grid_thw": torch.tensor(grids)}
+    )
 
 
 QWEN_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ "
+    "m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' "
+    "%}<|vision_start|><|image_pad|><|vision_end|>"
     "{% elif c['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in c %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% elif 'text' in c %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor "
+    "%}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As that of Qwen2-VL."""
 LLAVA_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'].upper() + ': ' }}{% endif %}"
-    "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
-    "{% if m['role'] != 'assistant' %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] + ' ' }}"
+    "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% "
+    "endfor %}"
+    "{% if m['role'] != 'assistant' %}{% for c in m['content'] | selectattr('type', 'equalto', "
+    "'text') %}{{ c['text'] + ' ' }}"
     "{% endfor %}{% else %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}"
     "{% generation %}{{ c['text'] + '</s>' }}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 """As that of LLaVA 1.5, with an end of turns."""
 GEMMA_TEMPLATE = (
-    "{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] "
+    "}}\n"
     "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}<start_of_image>{% elif c['type'] == 'text' %}{{ c['text'] | trim }}{% endif %}{% endfor %}"
-    "{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "{% if c['type'] == 'image' %}<start_of_image>{% elif c['type'] == 'text' %}{{ c['text'] | "
+    "trim }}{% endif %}{% endfor %}"
+    "{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% "
+    "endif %}"
 )
 TOKENS = {
     "llava": ("</s>", "<image>"),
-    "gemma3": ("<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    "gemma3": (
+        "<eos>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<start_of_image>",
+        "<end_of_image>",
+        "<image_soft_token>",
+    ),
 }
 QWEN_TOKEN_TEXTS = (
     "<|endoftext|>",
@@ -188,24 +237,41 @@ def save_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     special = TOKENS.get(family, QWEN_TOKEN_TEXTS)
-    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    inner = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+    )
     inner.add_special_tokens(list(special))
-    extra = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    extra = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=special[0], **({"extra_special_tokens": extra} if family == "gemma3" else {})
+        tokenizer_object=inner,
+        eos_token=special[0],
+        **({"extra_special_tokens": extra} if family == "gemma3" else {}),
     )
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in special}
     square = {"height": 16, "width": 16}
     processor: Any
     if family == "llava":
         images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square)
-        options = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        options = {
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        }
         processor = LlavaProcessor(images, tokenizer, chat_template=LLAVA_TEMPLATE, **options)
         changed = {"image_token_index": ids["<image>"]}
     elif family == "gemma3":
         images = Gemma3ImageProcessorPil(size=square)
-        processor = Gemma3Processor(images, tokenizer, chat_template=GEMMA_TEMPLATE, image_seq_length=16)
+        processor = Gemma3Processor(
+            images, tokenizer, chat_template=GEMMA_TEMPLATE, image_seq_length=16
+        )
         names = {
             "image_token_id": "<image_soft_token>",
             "boi_token_index": "<start_of_image>",
@@ -214,7 +280,9 @@ def save_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
         changed = {key: ids[name] for key, name in names.items()}
     else:
         edges = {"shortest_edge": 64, "longest_edge": 2048}
-        images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=edges)
+        images = Qwen2VLImageProcessorPil(
+            patch_size=4, merge_size=2, temporal_patch_size=2, size=edges
+        )
         names = {
             "vision_start": "<|vision_start|>",
             "vision_end": "<|vision_end|>",
@@ -222,7 +290,11 @@ def save_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
             "video": "<|video_pad|>",
         }
         changed = {f"{key}_token_id": ids[name] for key, name in names.items()}
-    text = {**CONFIGS[family]["text_config"], "vocab_size": len(tokenizer), "max_position_embeddings": 2048}
+    text = {
+        **CONFIGS[family]["text_config"],
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 2048,
+    }
     save_model(folder, family, **{"text_config": text, **changed, **changes})
     if family in ("llava", "gemma3"):
         processor.save_pretrained(folder)

@@ -1,7 +1,9 @@
-"""Steps of a whole model on many ranks without their memory: fake device tensors, a process group that sends nothing, one rank.
+"""Steps of a whole model on many ranks without their memory: fake device tensors, a process group
+that sends nothing, one rank.
 
-All code of a step runs: sharding, recomputation, exchange, pipeline schedules, clipping, optimizer. Only matrix work and
-messages do not. Host tensors are real, so whatever the host reads from a device is found.
+All code of a step runs: sharding, recomputation, exchange, pipeline schedules, clipping, optimizer.
+Only matrix work and messages do not. Host tensors are real, so whatever the host reads from a
+device is found.
 """
 
 import weakref
@@ -50,10 +52,14 @@ class Sizes:
     def refusal(self, request: KernelRequest) -> str | None:
         return None
 
-    def forward(self, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: Any, k: Any, v: Any, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
-    def backward(self, dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    def backward(
+        self, dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -72,7 +78,8 @@ class FusedNorm(torch.autograd.Function):
 
 
 class FakeDevice(FakeTensorMode):
-    """Fakes tensors that are made on a named device, and all that is computed from them; others stay real, as the host's."""
+    """Fakes tensors that are made on a named device, and all that is computed from them; others
+    stay real, as the host's."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -87,13 +94,17 @@ class FakeDevice(FakeTensorMode):
 
 
 class MadeOnHost(TorchFunctionMode):
-    """Makes real tensors where no device is named, which torch's dispatcher cannot tell from the CPU named."""
+    """Makes real tensors where no device is named, which torch's dispatcher cannot tell from the
+    CPU named."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _device_constructors() or (kwargs or {}).get("device") is not None:
             return func(*args, **kwargs or {})
         with unset_fake_temporarily():
-            return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+            return func(
+                *args,
+                **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"},
+            )
 
 
 class FakeHostWaits(HostWaits):
@@ -113,12 +124,15 @@ class FakeHostWaits(HostWaits):
         with self.fake:
             return torch.empty_like(tensor, device=self.fake.device)
 
-    def value(self, name: str, tensor: torch.Tensor, original: Any, *arguments: Any, **named: Any) -> Any:
+    def value(
+        self, name: str, tensor: torch.Tensor, original: Any, *arguments: Any, **named: Any
+    ) -> Any:
         return {"__float__": 1.0, "item": 1}[name]
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the device's tensors that are alive, and their peak; follows custom operators inside."""
+    """Counts the bytes of the device's tensors that are alive, and their peak; follows custom
+    operators inside."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -167,7 +181,11 @@ def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         with mock.patch.object(
-            dist, "new_group", lambda *args, **named: new_group(*args, **{**named, "backend": "fake", "pg_options": None})
+            dist,
+            "new_group",
+            lambda *args, **named: new_group(
+                *args, **{**named, "backend": "fake", "pg_options": None}
+            ),
         ):
             yield
     finally:
@@ -186,16 +204,21 @@ class AtTheEnd:
 
 @contextmanager
 def as_on_gpus(config: Config) -> Iterator[None]:
-    """Uses what the trainer would use on a GPU: torch's fused norm and AdamW, and offloading of activations."""
+    """Uses what the trainer would use on a GPU: torch's fused norm and AdamW, and offloading of
+    activations."""
 
     def norm(module: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
         return FusedNorm.apply(x, module.weight)
 
-    def optimizer(model: Any, settings: Any, device: torch.device, stage: Any = None) -> torch.optim.Optimizer:
+    def optimizer(
+        model: Any, settings: Any, device: torch.device, stage: Any = None
+    ) -> torch.optim.Optimizer:
         return make_optimizer(model, settings, torch.device("cuda"))
 
     def recompute(*args: Any, **named: Any) -> None:
-        apply_recompute(*args, **named | {"offload": Offload() if config.train.offload_activations else None})
+        apply_recompute(
+            *args, **named | {"offload": Offload() if config.train.offload_activations else None}
+        )
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.RMSNorm, "forward", norm))
@@ -207,7 +230,9 @@ def as_on_gpus(config: Config) -> Iterator[None]:
 
 
 def plan_of(config: Config, ranks: int, vocabulary: int, lengths: list[int]) -> Plan:
-    return make_planner(config, config.domain(ranks), run_profile(config, ranks, vocabulary).profile)(lengths)
+    return make_planner(
+        config, config.domain(ranks), run_profile(config, ranks, vocabulary).profile
+    )(lengths)
 
 
 def fullest(config: Config, ranks: int, spec: ModelSpec, plan: Plan) -> tuple[int, Memory]:
@@ -234,7 +259,9 @@ class Traced:
 
 
 @contextmanager
-def traced(config: Config, ranks: int, rank: int, vocabulary: int, plan: Plan, device: torch.device) -> Iterator[Traced]:
+def traced(
+    config: Config, ranks: int, rank: int, vocabulary: int, plan: Plan, device: torch.device
+) -> Iterator[Traced]:
     """Builds the trainer of `rank` for a plan, with fake tensors on `device`."""
     parallel = config.parallel
     with ExitStack() as stack:
@@ -252,7 +279,9 @@ def traced(config: Config, ranks: int, rank: int, vocabulary: int, plan: Plan, d
             return out
 
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-        stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata))
+        stack.enter_context(
+            mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
+        )
         mesh: Mesh = make_groups(
             device,
             tensor=parallel.tensor_parallel_size,
@@ -262,16 +291,29 @@ def traced(config: Config, ranks: int, rank: int, vocabulary: int, plan: Plan, d
         with fake, MadeOnHost():
             trainer = Trainer(config, mesh, config.model_source(vocabulary))
         documents = [np.zeros(length, np.int64) for length in plan.lengths]
-        packed, targets = pack_documents(plan, mesh.rank, documents, pad_to_multiple_of=padding(config))
+        packed, targets = pack_documents(
+            plan, mesh.rank, documents, pad_to_multiple_of=padding(config)
+        )
         names = tuple(map(str, range(len(plan.lengths))))
         for parameter in trainer.model.parameters():
             live.add(parameter)
-        yield Traced(trainer, StepBatch(1, plan, names, sum(plan.lengths), targets, tuple(packed)), fake, live)
+        yield Traced(
+            trainer,
+            StepBatch(1, plan, names, sum(plan.lengths), targets, tuple(packed)),
+            fake,
+            live,
+        )
 
 
-def step_2(config: Config, ranks: int, rank: int, vocabulary: int, plan: Plan) -> tuple[int, set[str]]:
-    """Returns the peak bytes of device tensors on `rank` in the second step of this plan, and where the host waited in it."""
-    with as_on_gpus(config), traced(config, ranks, rank, vocabulary, plan, torch.device("cpu")) as this:
+def step_2(
+    config: Config, ranks: int, rank: int, vocabulary: int, plan: Plan
+) -> tuple[int, set[str]]:
+    """Returns the peak bytes of device tensors on `rank` in the second step of this plan, and where
+    the host waited in it."""
+    with (
+        as_on_gpus(config),
+        traced(config, ranks, rank, vocabulary, plan, torch.device("cpu")) as this,
+    ):
         for _ in range(2):
             watch = FakeHostWaits(this.fake)
             with this.fake, MadeOnHost(), this.live, watch.watching(iter(())):

@@ -1,8 +1,9 @@
-"""A pool of processes for tests over several ranks. Workers are started once and given a fresh process group for every call,
-because starting a process costs a second and making a group milliseconds. After a failure the pool is ended and started anew.
+"""A pool of processes for tests over several ranks. Workers are started once and given a fresh
+process group for every call, because starting a process costs a second and making a group
+milliseconds. After a failure the pool is ended and started anew.
 
-A group that something still refers to goes on waking up a hundred times a second: so garbage is collected after every call, and
-for what other caches keep workers are replaced after some calls."""
+A group that something still refers to goes on waking up a hundred times a second: so garbage is
+collected after every call, and for what other caches keep workers are replaced after some calls."""
 
 import faulthandler
 import gc
@@ -23,7 +24,15 @@ GROUP_TIMEOUT_S = 60.0
 """A deadlock fails a test after this long instead of hanging it."""
 CALLS = 40
 """After so many the workers are replaced."""
-PRELOADED = ["torch", "torch.distributed", "longctx.training.trainer", "longctx.commands.train", "pandas", "peft", "datasets"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "longctx.training.trainer",
+    "longctx.commands.train",
+    "pandas",
+    "peft",
+    "datasets",
+]
 PRELOADED += ["tests.preloaded"]  # needs TRL; the others may be there without it
 """What the fork server imports once for all processes; what is not installed is passed over."""
 
@@ -57,7 +66,8 @@ def _serve(connection: Connection) -> None:
             dist.barrier()
             time.sleep(0.01)  # as `Mesh.close`
             dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it holds meshes, and the names of groups that were destroyed
+            # It holds meshes, and the names of groups that were destroyed.
+            _clear_sharding_prop_cache()
             gc.collect()
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -65,7 +75,8 @@ def _serve(connection: Connection) -> None:
 
 
 class Workers:
-    """`run(function, ranks, *arguments)` calls a module-level function on every rank of a new group: gloo, or NCCL on GPUs."""
+    """`run(function, ranks, *arguments)` calls a module-level function on every rank of a new
+    group: gloo, or NCCL on GPUs."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
@@ -75,7 +86,12 @@ class Workers:
         self.calls = 0
 
     def run(
-        self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout_s: float = GROUP_TIMEOUT_S, device: str = "cpu"
+        self,
+        function: Callable[..., Any],
+        ranks: int,
+        *arguments: Any,
+        timeout_s: float = GROUP_TIMEOUT_S,
+        device: str = "cpu",
     ) -> list[Any]:
         """Results by rank. Raises AssertionError with the traceback of every rank that failed."""
         if self.calls % CALLS == 0:
@@ -87,7 +103,9 @@ class Workers:
         for rank in range(ranks):
             self.workers[rank][1].send((function, arguments, rank, ranks, store, timeout_s, device))
         answers = [self._receive(rank, timeout_s) for rank in range(ranks)]
-        failures = [f"--- rank {rank}\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        failures = [
+            f"--- rank {rank}\n{text}" for rank, (good, text) in enumerate(answers) if not good
+        ]
         if failures:
             self.stop()
             raise AssertionError("\n".join(failures))
@@ -115,7 +133,15 @@ class Workers:
                 return connection.recv()
             os.kill(self.workers[rank][0].pid, signal.SIGUSR1)
             time.sleep(1)
-            return False, f"rank {rank} gave no answer in {4 * timeout_s:.0f} s: where it is stands in the output"
+            return (
+                False,
+                f"rank {rank} gave no answer in {4 * timeout_s:.0f} s: where it is stands in the "
+                "output",
+            )
         process = self.workers[rank][0]
         process.join(10)
-        return False, f"the process of rank {rank} died with exit code {process.exitcode} (negative: a signal)"
+        return (
+            False,
+            f"the process of rank {rank} died with exit code {process.exitcode} (negative: a "
+            "signal)",
+        )

@@ -1,13 +1,15 @@
-"""Small faults put into the code one at a time: which test finds each? `tools/mutants.json` is the list.
+"""Small faults put into the code one at a time: which test finds each? `tools/mutants.json` is the
+list.
 
 python -m tools.mutants repeat              # the test that found a fault must find it again; exit status 1 if one does not
 python -m tools.mutants find [tests/ -k ..] # looks for a test where it is "unknown", or "missing" by now: among these, or by
                                             # default among the cheapest ones that call the function
 
-The list was drawn by chance before the code became a third smaller: one line of a function, with another operator or number, a
-condition reversed or a call left out. It is a contract: what was found is found after a change of code or tests, unless the
-function is gone. A function is looked for in all files, as it may have moved. "changed" is one without the line, "survives" a
-fault that none of the tests found that call the function, the cheapest first, for two minutes.
+The list was drawn by chance before the code became a third smaller: one line of a function, with
+another operator or number, a condition reversed or a call left out. It is a contract: what was
+found is found after a change of code or tests, unless the function is gone. A function is looked
+for in all files, as it may have moved. "changed" is one without the line, "survives" a fault that
+none of the tests found that call the function, the cheapest first, for two minutes.
 """
 
 import ast
@@ -37,13 +39,16 @@ def functions(root: Path, wanted: str) -> Iterator[tuple[str, ast.FunctionDef]]:
             elif isinstance(child, ast.FunctionDef) and name + child.name == wanted:
                 yield child
 
-    for path in sorted(path for part in ("attention", "data", "longctx") for path in (root / part).rglob("*.py")):
+    for path in sorted(
+        path for part in ("attention", "data", "longctx") for path in (root / part).rglob("*.py")
+    ):
         for function in inside(ast.parse(path.read_text("utf-8")), ""):
             yield str(path.relative_to(root)), function
 
 
 def killed_by(root: Path, fault: dict[str, str], tests: list[str]) -> str:
-    """Puts a fault into a copy and runs tests. Returns the first one that fails, or what became of the fault."""
+    """Puts a fault into a copy and runs tests. Returns the first one that fails, or what became of
+    the fault."""
     same = sorted(functions(root, fault["function"]), key=lambda found: found[0] != fault["file"])
     for file, function in same:
         lines = (text := (root / file).read_text("utf-8")).split("\n")
@@ -59,29 +64,44 @@ def killed_by(root: Path, fault: dict[str, str], tests: list[str]) -> str:
 
 
 def failing(root: Path, tests: list[str]) -> str:
-    """Returns the first test that fails or hangs, "survives" if none does, "missing" if there is no such test."""
+    """Returns the first test that fails or hangs, "survives" if none does, "missing" if there is no
+    such test."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return tests[0]
     if done.returncode not in (1, 2):
         return "missing" if done.returncode else "survives"
-    failed = [line.split(" ", 1)[1] for line in done.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
+    failed = [
+        line.split(" ", 1)[1]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED tests", "ERROR tests"))
+    ]
     return failed[0].split(" - ")[0] if failed else tests[0]
 
 
 def main(command: str, *arguments: str) -> int:
     listed, lost, lock = json.loads(LIST.read_text("utf-8")), [], Lock()
     repeats = command == "repeat"
-    waiting = [fault for fault in listed if ("::" in fault["by"] if repeats else fault["by"] in ("unknown", "missing"))]
+    waiting = [
+        fault
+        for fault in listed
+        if ("::" in fault["by"] if repeats else fault["by"] in ("unknown", "missing"))
+    ]
 
     def worker(folder: str) -> None:
         root = Path(shutil.copytree(ROOT, Path(folder, "copy"), symlinks=True, ignore=LEFT_OUT))
         while waiting:
             fault = waiting.pop()
-            found = killed_by(root, fault, [fault["by"]] if repeats else [*arguments] or fault.get("tests", ["tests"]))
+            found = killed_by(
+                root,
+                fault,
+                [fault["by"]] if repeats else [*arguments] or fault.get("tests", ["tests"]),
+            )
             with lock:
                 if repeats and found in ("survives", "missing", "changed"):
                     lost.append(fault)
@@ -91,7 +111,11 @@ def main(command: str, *arguments: str) -> int:
                     fault.pop("tests", None)
                     LIST.write_text(json.dumps(listed, indent=1) + "\n", "utf-8")
 
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two, ThreadPoolExecutor(2) as pool:
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as two,
+        ThreadPoolExecutor(2) as pool,
+    ):
         list(pool.map(worker, (one, two)))
     print(f"{len(lost)} of {len(listed)} are found no longer")
     return 1 if lost else 0

@@ -1,4 +1,5 @@
-"""Writes the pages that repeat what the code says: docs/settings.md, every setting, and docs/names.md, every public name.
+"""Writes the pages that repeat what the code says: docs/settings.md, every setting, and
+docs/names.md, every public name.
 
 python -m tools.pages            # tests/test_generated_pages.py fails until it was run
 """
@@ -21,7 +22,8 @@ NULL = re.compile(r" \(null: (.*)\)$")
 
 
 def settings() -> str:
-    """Returns the page of all settings, a table for each section, and those that do not go together."""
+    """Returns the page of all settings, a table for each section, and those that do not go
+    together."""
     lines = [
         "# Every setting",
         "",
@@ -30,26 +32,64 @@ def settings() -> str:
         WRITTEN,
     ]
     for section, of in SECTIONS.items():
-        lines += ["", f"## {section}", "", f"{of.__doc__}.", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {section}",
+            "",
+            f"{of.__doc__}.",
+            "",
+            "| setting | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
         for key, setting in of.model_fields.items():
             meaning = NULL.sub(r"; null: \1", setting.description or "")
-            row = (f"`{section}.{key}`", f"`{type_name(setting.annotation)}`", f"`{yaml_text(setting.default)}`", meaning)
+            row = (
+                f"`{section}.{key}`",
+                f"`{type_name(setting.annotation)}`",
+                f"`{yaml_text(setting.default)}`",
+                meaning,
+            )
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    lines += ["", "## What does not go together", "", "| setting | not where | because | way out |", "|---|---|---|---|"]
-    for (where, why, fix), rows in itertools.groupby(ROWS, key=lambda row: (row.where.condition, row.why, row.fix)):
-        lines.append(f"| {', '.join(f'`{row.refused}`' for row in rows)} | `{where}` | {why} | {fix} |")
+    lines += [
+        "",
+        "## What does not go together",
+        "",
+        "| setting | not where | because | way out |",
+        "|---|---|---|---|",
+    ]
+    for (where, why, fix), rows in itertools.groupby(
+        ROWS, key=lambda row: (row.where.condition, row.why, row.fix)
+    ):
+        lines.append(
+            f"| {', '.join(f'`{row.refused}`' for row in rows)} | `{where}` | {why} | {fix} |"
+        )
     return "\n".join([*lines, ""])
 
 
 def names() -> str:
-    """Returns the page of the public names: those of docs/api.md, with their parameters and the first paragraph on them."""
-    lines = ["# Public names", "", "The site has whole docstrings, as [API reference](api.md).", "", WRITTEN]
+    """Returns the page of the public names: those of docs/api.md, with their parameters and the
+    first paragraph on them."""
+    lines = [
+        "# Public names",
+        "",
+        "The site has whole docstrings, as [API reference](api.md).",
+        "",
+        WRITTEN,
+    ]
     for line in (DOCS / "api.md").read_text("utf-8").splitlines():
         if line.startswith("## "):
             lines += ["", line]
         elif line.startswith("::: "):
             path = line.removeprefix("::: ").strip()
-            lines += ["", f"### {path.rpartition('.')[2]}", "", "```text", f"{path}{parameters(named(path))}", "```", ""]
+            lines += [
+                "",
+                f"### {path.rpartition('.')[2]}",
+                "",
+                "```text",
+                f"{path}{parameters(named(path))}",
+                "```",
+                "",
+            ]
             lines.append(" ".join(inspect.getdoc(named(path)).split("\n\n")[0].split()))  # type: ignore[union-attr]
     return "\n".join([*lines, ""])
 

@@ -1,8 +1,10 @@
-"""What optional features cost: lines of their own modules, and lines and files elsewhere that name them.
+"""What optional features cost: lines of their own modules, and lines and files elsewhere that name
+them.
 
 python -m tools.rent [CHECKOUT]    # of this checkout, or of another one, as a table
 
-A line elsewhere names a feature if it matches the feature's pattern. Comments and docstrings count, blank lines do not.
+A line elsewhere names a feature if it matches the feature's pattern. Comments and docstrings count,
+blank lines do not.
 """
 
 import re
@@ -10,17 +12,35 @@ import sys
 from pathlib import Path
 
 FEATURES = {
-    "images, videos": (r"image|video|vision|tower", r"\bimages?\b|\bvideos?\b|vision|tower|[Ii]mage[A-Z_s]|pixel"),
-    "masked encoders": (r"masking|pooling|encoders\.py", r"\bmask(ed|ing)\b|Masking|pool_documents|predicts_masked"),
-    "preference pairs": (r"preference", r"preference|\bdpo\b|\bDpo|\.pairs\b|\bPAIRS\b|rejected|chosen.*rejected"),
+    "images, videos": (
+        r"image|video|vision|tower",
+        r"\bimages?\b|\bvideos?\b|vision|tower|[Ii]mage[A-Z_s]|pixel",
+    ),
+    "masked encoders": (
+        r"masking|pooling|encoders\.py",
+        r"\bmask(ed|ing)\b|Masking|pool_documents|predicts_masked",
+    ),
+    "preference pairs": (
+        r"preference",
+        r"preference|\bdpo\b|\bDpo|\.pairs\b|\bPAIRS\b|rejected|chosen.*rejected",
+    ),
     "encoder-decoders": (
         r"seq2seq|trainers/pairs|parts\.py",
         r"[Ss]eq2[Ss]eq|encoder_layers|EncoderInput|CrossLayout",
     ),
     "experts": (r"expert|model/balance|objectives/balance", r"[Ee]xpert|[Rr]outer"),
-    "prefix trees": (r"/trees?\.py|merging", r"\btrees?\b|\bTrees?\b|Merging|merge_prefixes|merged\b"),
-    "rollouts, policy": (r"rollout|policy|live_weights|group_sampler", r"[Rr]ollout|[Pp]olicy\b|PolicySection|live_weights"),
-    "multi-token prediction": (r"multi_token", r"multi_token|MultiToken|nextn|\.predictions\b|mtp_loss|later_tokens"),
+    "prefix trees": (
+        r"/trees?\.py|merging",
+        r"\btrees?\b|\bTrees?\b|Merging|merge_prefixes|merged\b",
+    ),
+    "rollouts, policy": (
+        r"rollout|policy|live_weights|group_sampler",
+        r"[Rr]ollout|[Pp]olicy\b|PolicySection|live_weights",
+    ),
+    "multi-token prediction": (
+        r"multi_token",
+        r"multi_token|MultiToken|nextn|\.predictions\b|mtp_loss|later_tokens",
+    ),
     "linear attention": (
         r"linear/|linear_costs",
         r"linear_layers|LinearCosts|\.scan\b|[Rr]ecurrence|linear attention",
@@ -30,7 +50,10 @@ FEATURES = {
     "Muon": (r"muon", r"[Mm]uon"),
     "own Triton kernels": (r"triton|merge_device", r"[Tt]riton"),
     "Adafactor": (r"adafactor", r"[Aa]dafactor"),
-    "averages of weights": (r"optimizers/average", r"ema_decay|averaged\b|[Aa]verage of the weights"),
+    "averages of weights": (
+        r"optimizers/average",
+        r"ema_decay|averaged\b|[Aa]verage of the weights",
+    ),
     "needle test": (r"retrieval", r"needle|retrieval|\bGrid\b"),
 }
 """Feature → pattern of the paths of its own modules, pattern of lines elsewhere."""
@@ -38,20 +61,34 @@ FEATURES = {
 
 def lines_of(root: Path) -> dict[str, list[str]]:
     """Returns the lines, without blank ones, of every product module by its path."""
-    paths = (path for part in ("attention", "data", "longctx") for path in sorted((root / part).rglob("*.py")))
+    paths = (
+        path
+        for part in ("attention", "data", "longctx")
+        for path in sorted((root / part).rglob("*.py"))
+    )
     read = {str(path.relative_to(root)): path.read_text("utf-8").splitlines() for path in paths}
     return {path: [line for line in lines if line.strip()] for path, lines in read.items()}
 
 
 def main(root: Path) -> None:
     modules = lines_of(root)
-    print(f"{sum(map(len, modules.values())):,} product lines that are not blank, in {len(modules)} modules\n")
+    print(
+        f"{sum(map(len, modules.values())):,} product lines that are not blank, in {len(modules)} "
+        "modules\n"
+    )
     print("| feature | own lines | lines elsewhere | files elsewhere |\n|---|---:|---:|---:|")
     for feature, (path, text) in FEATURES.items():
         own = {name for name in modules if re.search(path, f"/{name}")}
-        named = {name: sum(bool(re.search(text, line)) for line in lines) for name, lines in modules.items() if name not in own}
+        named = {
+            name: sum(bool(re.search(text, line)) for line in lines)
+            for name, lines in modules.items()
+            if name not in own
+        }
         elsewhere = [count for count in named.values() if count]
-        print(f"| {feature} | {sum(len(modules[name]) for name in own):,} | {sum(elsewhere):,} | {len(elsewhere)} |")
+        print(
+            f"| {feature} | {sum(len(modules[name]) for name in own):,} | {sum(elsewhere):,} | "
+            f"{len(elsewhere)} |"
+        )
 
 
 if __name__ == "__main__":

@@ -8,17 +8,31 @@ from longctx.attention.kernels.contract import Kernel, KernelRequest, Options
 from longctx.attention.kernels.flash import Flash
 from longctx.errors import UserError
 
-__all__ = ["KERNELS", "Kernel", "KernelError", "KernelRequest", "Options", "choose_kernel", "kernel_name"]
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "KernelError",
+    "KernelRequest",
+    "Options",
+    "choose_kernel",
+    "kernel_name",
+]
 
 log = logging.getLogger(__name__)
 
-KERNELS: dict[str, Kernel] = {"flash": Flash(), "cpu": cpu, "triton": triton, "reference": reference}
+KERNELS: dict[str, Kernel] = {
+    "flash": Flash(),
+    "cpu": cpu,
+    "triton": triton,
+    "reference": reference,
+}
 """Kernels by name, in the order in which `auto` tries them."""
 
 
 @cache
 def choose_kernel(name: str, request: KernelRequest) -> Kernel:
-    """Returns the kernel called `name`, or for `auto` the first one that supports the request; logs the choice once.
+    """Returns the kernel called `name`, or for `auto` the first one that supports the request; logs
+    the choice once.
 
     Raises KernelError if the kernel does not exist or does not support the request.
     """
@@ -29,14 +43,21 @@ def choose_kernel(name: str, request: KernelRequest) -> Kernel:
         why = kernel.refusal(request)
         if why is None:
             passed_over = f" ({'; '.join(refusals)})" if refusals else ""
-            log.info("attention of %s on %s: kernel %s%s", request.dtype, request.device, candidate, passed_over)
+            log.info(
+                "attention of %s on %s: kernel %s%s",
+                request.dtype,
+                request.device,
+                candidate,
+                passed_over,
+            )
             return kernel
         refusals.append(f"{candidate} {why}")
     raise KernelError(f"no attention kernel supports these tensors: {'; '.join(refusals)}")
 
 
 def kernel_name(name: str, request: KernelRequest) -> str:
-    """Returns the name of the kernel that `choose_kernel` returns; of the flash kernel, the name of its library."""
+    """Returns the name of the kernel that `choose_kernel` returns; of the flash kernel, the name of
+    its library."""
     kernel = choose_kernel(name, request)
     if isinstance(kernel, Flash):
         return kernel.chosen(request).name

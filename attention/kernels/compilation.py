@@ -9,21 +9,25 @@ from longctx.attention.kernels.contract import Options
 from longctx.attention.segments import Segment
 
 LONG = 512
-"""Queries and keys of several blocks. Flash-attn 4 has other variants for calls within one block of queries or of keys."""
+"""Queries and keys of several blocks. Flash-attn 4 has other variants for calls within one block of
+queries or of keys."""
 BLOCK_ROWS = 128
-"""Rows that a block of queries always holds, which are queries times query heads of a key head; Blackwell takes two blocks."""
+"""Rows that a block of queries always holds, which are queries times query heads of a key head;
+Blackwell takes two blocks."""
 MANY = 257
 """Sequences of a call for which flash-attn 4 has other variants."""
 
 
-def compile_variants(kernel: str, request: KernelRequest, heads: tuple[int, int], *, window: bool) -> None:
-    """Runs a kernel on small random tensors in every way that a layer calls it, forward and backward, so that it compiles now.
+def compile_variants(
+    kernel: str, request: KernelRequest, heads: tuple[int, int], *, window: bool
+) -> None:
+    """Runs a kernel on small random tensors in every way that a layer calls it, forward and
+    backward, so that it compiles now.
 
     Args:
-        kernel: name of the kernel, or auto.
-        request: what the kernel must support.
-        heads: heads of the queries and of the keys; kernels depend on their ratio.
-        window: whether the layer has a window, for which causal and dense segments are limited to the left.
+        kernel: name of the kernel, or auto. request: what the kernel must support. heads: heads of
+        the queries and of the keys; kernels depend on their ratio. window: whether the layer has a
+        window, for which causal and dense segments are limited to the left.
     """
     q_heads, kv_heads = heads
     dim, v_dim = request.head_dim, request.v_head_dim
@@ -32,10 +36,22 @@ def compile_variants(kernel: str, request: KernelRequest, heads: tuple[int, int]
     ratio = q_heads // kv_heads
     short, double = max(2, BLOCK_ROWS // max(2, ratio)), max(2, 2 * BLOCK_ROWS // ratio)
     for q_rows, k_rows, sequences in product((short, double, LONG), (short, LONG), (1, MANY)):
-        longest, more = min(q_rows, k_rows), sequences - 1  # rows that are left are a sequence too, as they are in rings
-        shapes = (q_rows, q_heads, dim), (k_rows, kv_heads, dim), (k_rows, kv_heads, v_dim), (q_rows, q_heads, v_dim)
-        q, k, v, dout = (torch.randn(rows + more, *shape, device=request.device).to(request.dtype) for rows, *shape in shapes)
+        # Rows that are left are a sequence too, as they are in rings.
+        longest, more = min(q_rows, k_rows), sequences - 1
+        shapes = (
+            (q_rows, q_heads, dim),
+            (k_rows, kv_heads, dim),
+            (k_rows, kv_heads, v_dim),
+            (q_rows, q_heads, v_dim),
+        )
+        q, k, v, dout = (
+            torch.randn(rows + more, *shape, device=request.device).to(request.dtype)
+            for rows, *shape in shapes
+        )
         for lo, hi in product((None, 1 - longest // 2) if window else (None,), (0, None)):
-            segments = tuple(Segment(a, b, a, b, lo, hi) for a, b in pairwise([0, *range(longest, longest + sequences)]))
+            segments = tuple(
+                Segment(a, b, a, b, lo, hi)
+                for a, b in pairwise([0, *range(longest, longest + sequences)])
+            )
             out, lse = chosen.forward(q, k, v, segments, options)
             chosen.backward(dout, q, k, v, out, lse, segments, options)

@@ -1,18 +1,20 @@
 """The interface of every attention kernel.
 
-    forward(q, k, v, segments, options) -> out, lse
-    backward(dout, q, k, v, out, lse, segments, options) -> dq, dk, dv
-    refusal(request) -> reason why the kernel does not support the request, or None
-    workspace(sizes) -> bytes that backward allocates on a GPU beside its arguments and results, from the kernel's source
+    forward(q, k, v, segments, options) -> out, lse backward(dout, q, k, v, out, lse, segments,
+    options) -> dq, dk, dv refusal(request) -> reason why the kernel does not support the request,
+    or None workspace(sizes) -> bytes that backward allocates on a GPU beside its arguments and
+    results, from the kernel's source
 
-q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads. out [Tq, heads, v_dim] and
-the gradients have the dtype of q, or that of lse if the kernel computes them in it; the caller accumulates in the dtype of
-lse. lse [Tq, heads] is the natural log-sum-exp of the scores, float32 (float64 for float64 inputs). Scores are scale · q·k, or
-softcap · tanh(scale · q·k / softcap) if softcap is not 0. No two segments of one call share a query or a key, and every query
-of a segment sees at least one of its keys; empty segments are skipped. q, k and v have one dtype and device. Queries outside
-all segments get out = 0 and lse = -inf; gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse,
-merged over all calls, as ring attention needs. The last dimension of every tensor is contiguous; the others may be strided. A
-kernel ignores `deterministic` and `overlapped` if they make no difference to it.
+q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads.
+out [Tq, heads, v_dim] and the gradients have the dtype of q, or that of lse if the kernel computes
+them in it; the caller accumulates in the dtype of lse. lse [Tq, heads] is the natural log-sum-exp
+of the scores, float32 (float64 for float64 inputs). Scores are scale · q·k, or softcap · tanh(scale
+· q·k / softcap) if softcap is not 0. No two segments of one call share a query or a key, and every
+query of a segment sees at least one of its keys; empty segments are skipped. q, k and v have one
+dtype and device. Queries outside all segments get out = 0 and lse = -inf; gradients of rows outside
+all segments are 0. `backward` takes the FINAL out and lse, merged over all calls, as ring attention
+needs. The last dimension of every tensor is contiguous; the others may be strided. A kernel ignores
+`deterministic` and `overlapped` if they make no difference to it.
 """
 
 from typing import NamedTuple, Protocol
@@ -24,10 +26,12 @@ from longctx.attention.segments import Segments
 
 
 class KernelRequest(NamedTuple):
-    """The properties of a call that a kernel must support. A tuple, as every call makes and hashes several.
+    """The properties of a call that a kernel must support. A tuple, as every call makes and hashes
+    several.
 
-    `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Options`. `elements`:
-    of the largest tensor or buffer, rounded down, or 0 if it has less than MOST_ELEMENTS.
+    `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Options`.
+    `elements`: of the largest tensor or buffer, rounded down, or 0 if it has less than
+    MOST_ELEMENTS.
     """
 
     device: str
@@ -46,7 +50,9 @@ PADDING = 128
 """Rows that libraries add to a sequence in some of their buffers, at most."""
 
 
-def request_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **properties: bool) -> KernelRequest:
+def request_of(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, **properties: bool
+) -> KernelRequest:
     """Returns the request of a call, with its other properties."""
     rows = PADDING * (2 * len(segments) + 1)  # rows between segments are sequences too
     (queries, heads, dim), (keys, kv_heads, _), v_dim = q.shape, k.shape, v.shape[2]
@@ -61,9 +67,9 @@ class Options(NamedTuple):
     """What a call computes besides its segments, and how.
 
     Attributes:
-        scale, softcap: of the scores.
-        deterministic: backward calls with equal inputs give bitwise equal gradients.
-        overlapped: messages are in flight, so a kernel that fills the GPU should leave them some processors.
+        scale, softcap: of the scores. deterministic: backward calls with equal inputs give bitwise
+        equal gradients. overlapped: messages are in flight, so a kernel that fills the GPU should
+        leave them some processors.
     """
 
     scale: float
@@ -73,7 +79,8 @@ class Options(NamedTuple):
 
 
 class BackwardSizes(NamedTuple):
-    """Sizes of a call of `backward`, from which memory is estimated; `longest`: queries or keys of its longest document."""
+    """Sizes of a call of `backward`, from which memory is estimated; `longest`: queries or keys of
+    its longest document."""
 
     request: KernelRequest
     queries: int
@@ -98,8 +105,18 @@ class Kernel(Protocol):
 
     def workspace(self, sizes: BackwardSizes) -> int: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+    ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        options: Options,
     ) -> Gradients: ...

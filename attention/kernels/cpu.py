@@ -1,9 +1,11 @@
-"""CPU kernel: torch's fused CPU attention, one call per segment. It returns and accepts log-sum-exp and supports GQA.
+"""CPU kernel: torch's fused CPU attention, one call per segment. It returns and accepts log-sum-exp
+and supports GQA.
 
-The op's causal mask is aligned to the top left, and the op crashes on empty keys: only segments with equal numbers of queries
-and keys are passed as causal, and empty segments are dropped. The op does not support bands: a banded segment is cut into
-blocks of queries, each with a mask and the keys that its queries see. Of NaN in queries and keys the op makes rows of zeros
-(pytorch 141128), as if a query saw nothing: such calls are computed by the reference kernel, and stay NaN.
+The op's causal mask is aligned to the top left, and the op crashes on empty keys: only segments
+with equal numbers of queries and keys are passed as causal, and empty segments are dropped. The op
+does not support bands: a banded segment is cut into blocks of queries, each with a mask and the
+keys that its queries see. Of NaN in queries and keys the op makes rows of zeros (pytorch 141128),
+as if a query saw nothing: such calls are computed by the reference kernel, and stay NaN.
 """
 
 from collections.abc import Iterator
@@ -36,7 +38,9 @@ def workspace(sizes: BackwardSizes) -> int:
     return 0
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
     if _has_nan(q) or _has_nan(k):
         exact, lse = reference.forward(q, k, v, segments, options)
@@ -46,7 +50,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Option
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype)
     for rows, keys, causal, mask in _blocks(segments, q):
         part, part_lse = _forward(
-            _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), 0.0, causal, attn_mask=mask, scale=options.scale
+            _heads(q[rows]),
+            _heads(k[keys]),
+            _heads(v[keys]),
+            0.0,
+            causal,
+            attn_mask=mask,
+            scale=options.scale,
         )
         out[rows] = part[0].transpose(0, 1)
         lse[rows] = part_lse[0].transpose(0, 1)
@@ -54,13 +64,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Option
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Segments,
+    options: Options,
 ) -> Gradients:
     """Implements `contract`."""
     if _has_nan(lse):
         return reference.backward(dout, q, k, v, out, lse, segments, options)
     dq = torch.zeros_like(q)
-    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))  # several blocks may add to a key
+    # Several blocks may add to a key.
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows, keys, causal, mask in _blocks(segments, q):
         gradients = _backward(
             _heads(dout[rows]),
@@ -80,7 +98,8 @@ def backward(
 
 
 def _blocks(segments: Segments, like: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """Yields queries, keys, whether the call is causal, and an additive mask or None, for every call of the op."""
+    """Yields queries, keys, whether the call is causal, and an additive mask or None, for every
+    call of the op."""
     for segment in segments:
         if segment.empty:
             continue

@@ -1,16 +1,20 @@
-"""Flash kernel: runs segments with the best installed library of variable-length flash attention (`flash_libraries`).
+"""Flash kernel: runs segments with the best installed library of variable-length flash attention
+(`flash_libraries`).
 
-These libraries take contiguous sequences with boundaries `cu_seqlens`, and one window per call, aligned to the bottom right.
-Segments are mapped to sequences as follows, once per tuple of segments:
+These libraries take contiguous sequences with boundaries `cu_seqlens`, and one window per call,
+aligned to the bottom right. Segments are mapped to sequences as follows, once per tuple of
+segments:
 
-- Rows of q outside all segments become a sequence without keys, rows of k a sequence without queries. Nothing is copied.
-  Libraries write different results for such rows, so these are set to 0 (log-sum-exp: -inf) afterwards. Some libraries load
-  whole tiles and multiply foreign rows by 0: rows outside all segments must be finite.
+- Rows of q outside all segments become a sequence without keys, rows of k a sequence without
+  queries. Nothing is copied. Libraries write different results for such rows, so these are set to 0
+  (log-sum-exp: -inf) afterwards. Some libraries load whole tiles and multiply foreign rows by 0:
+  rows outside all segments must be finite.
 - If the keys are not in the order of the queries, k and v are gathered.
-- Segments with incompatible windows go to different calls. Every band becomes a window once keys that no query sees are cut
-  off, because each query sees at least one key.
+- Segments with incompatible windows go to different calls. Every band becomes a window once keys
+  that no query sees are cut off, because each query sees at least one key.
 
-Backward uses the backward function of each library with the merged out and log-sum-exp; a deterministic one if asked.
+Backward uses the backward function of each library with the merged out and log-sum-exp; a
+deterministic one if asked.
 """
 
 import logging
@@ -23,7 +27,14 @@ import torch
 from torch import Tensor
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import MOST_ELEMENTS, BackwardSizes, Gradients, KernelRequest, Options, request_of
+from longctx.attention.kernels.contract import (
+    MOST_ELEMENTS,
+    BackwardSizes,
+    Gradients,
+    KernelRequest,
+    Options,
+    request_of,
+)
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Sequences
 from longctx.attention.kernels.repeatability import differs
@@ -40,7 +51,8 @@ class Flash:
     def __init__(self, libraries: Sequence[Library] = LIBRARIES) -> None:
         self.libraries = libraries
         self.library = cache(self._choose)
-        """Returns the library for a request and logs it once, or the reason why none supports it."""
+        """Returns the library for a request and logs it once, or the reason why none supports
+        it."""
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Implements `contract`."""
@@ -55,34 +67,52 @@ class Flash:
         return library
 
     def workspace(self, sizes: BackwardSizes) -> int:
-        """Implements `contract`. Without a GPU, the last library is assumed: it is always there, and needs the most."""
+        """Implements `contract`. Without a GPU, the last library is assumed: it is always there,
+        and needs the most."""
         library = self.chosen(sizes.request) if torch.cuda.is_available() else self.libraries[-1]
         return library.workspace(sizes)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+    ) -> tuple[Tensor, Tensor]:
         """Implements `contract`."""
         library = self._library_for(q, k, v, segments, options)
         out = lse = None
         for plan in _plans_for(q, k, segments):
-            part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, options)
+            part, heads_lse = library.forward(
+                q, plan.gather(k), plan.gather(v), plan.sequences, options
+            )
             part_lse = heads_lse.transpose(0, 1).contiguous()
             _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
-            # Calls cover disjoint queries and leave 0 and -inf elsewhere, so these operations are exact.
+            # Calls cover disjoint queries and leave 0 and -inf elsewhere, so these operations are
+            # exact.
             out = part if out is None else out.add_(part)
             lse = part_lse if lse is None else torch.maximum(lse, part_lse, out=lse)
         if out is None or lse is None:
-            return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+            return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(
+                q.shape[:2], float("-inf"), dtype=torch.float32
+            )
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        options: Options,
     ) -> Gradients:
         """Implements `contract`."""
         library = self._library_for(q, k, v, segments, options)
         heads_lse = lse.transpose(0, 1).contiguous()
         total: tuple[Tensor, ...] = ()
         for plan in _plans_for(q, k, segments):
-            dq, dk, dv = library.backward(dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, options)
+            dq, dk, dv = library.backward(
+                dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, options
+            )
             _fill(plan.q_gaps, (dq, 0.0))
             _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
             part = dq, plan.scatter(dk, k), plan.scatter(dv, v)
@@ -91,8 +121,12 @@ class Flash:
         dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
         return dq, dk, dv
 
-    def _library_for(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> Library:
-        request = request_of(q, k, v, segments, softcap=bool(options.softcap), deterministic=options.deterministic)
+    def _library_for(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+    ) -> Library:
+        request = request_of(
+            q, k, v, segments, softcap=bool(options.softcap), deterministic=options.deterministic
+        )
         library = self.library(request)
         return library if isinstance(library, Library) else self.chosen(request)
 
@@ -102,11 +136,15 @@ class Flash:
         if request.dtype not in (torch.bfloat16, torch.float16):
             return f"supports bfloat16 and float16, not {request.dtype}"
         if request.head_dim % 8 or request.v_head_dim % 8:
-            return f"needs head sizes divisible by 8, not {request.head_dim} and {request.v_head_dim}"
+            return (
+                f"needs head sizes divisible by 8, not {request.head_dim} and {request.v_head_dim}"
+            )
         if request.elements:  # flash-attention issue 2611, and pull requests 1500 and 2260
             return (
-                f"supports tensors of less than {MOST_ELEMENTS:,} elements, as its libraries count in 32 bits, and one has at "
-                f"least {request.elements:,}: use fewer tokens per rank, or another kernel, which is slower"
+                f"supports tensors of less than {MOST_ELEMENTS:,} elements, as its libraries count "
+                "in 32 bits, and one has at "
+                f"least {request.elements:,}: use fewer tokens per rank, or another kernel, which "
+                "is slower"
             )
         capability = torch.cuda.get_device_capability()
         refusals: list[str] = []
@@ -117,13 +155,23 @@ class Flash:
             if why is None:
                 passed_over = f" ({'; '.join(refusals)})" if refusals else ""
                 log.info(
-                    "flash attention of %s, head size %d: %s%s", request.dtype, request.head_dim, library.name, passed_over
+                    "flash attention of %s, head size %d: %s%s",
+                    request.dtype,
+                    request.head_dim,
+                    library.name,
+                    passed_over,
                 )
-                if capability[0] in HOPPER_OR_BLACKWELL and refusals and not library.made_for_hopper:
-                    # H100, head size 128, causal, 8192 tokens, forward and deterministic backward: flash-attn 2 306 and 166
-                    # TFLOP/s, flash-attn 3 660 and 474 (flash-attention pull request 1893).
+                if (
+                    capability[0] in HOPPER_OR_BLACKWELL
+                    and refusals
+                    and not library.made_for_hopper
+                ):
+                    # H100, head size 128, causal, 8192 tokens, forward and deterministic backward:
+                    # flash-attn 2 306 and 166 TFLOP/s, flash-attn 3 660 and 474 (flash-attention
+                    # pull request 1893).
                     log.warning(
-                        "attention runs on %s, at most half as fast as flash-attn 4%s on this GPU: install it, such as by %s%s",
+                        "attention runs on %s, at most half as fast as flash-attn 4%s on this GPU: "
+                        "install it, such as by %s%s",
                         library.name,
                         " or 3" if capability[0] == 9 else "",
                         install("flash"),
@@ -153,7 +201,11 @@ class _LibraryCall:
         return x if self.k_rows is None else x.index_select(0, self.k_rows)
 
     def scatter(self, gradient: Tensor, like: Tensor) -> Tensor:
-        return gradient if self.k_rows is None else torch.zeros_like(like).index_copy_(0, self.k_rows, gradient)
+        return (
+            gradient
+            if self.k_rows is None
+            else torch.zeros_like(like).index_copy_(0, self.k_rows, gradient)
+        )
 
 
 def _fill(rows: Tensor | None, *tensors: tuple[Tensor, float]) -> None:
@@ -167,24 +219,36 @@ def _plans_for(q: Tensor, k: Tensor, segments: Segments) -> tuple[_LibraryCall, 
     return _plans(tuple(segments), len(q), len(k), q.device, stream)
 
 
-# All layers and both passes use the same segments; a classic ring of 64 has up to 127 tuples of them.
+# All layers and both passes use the same segments; a classic ring of 64 has up to 127 tuples of
+# them.
 @lru_cache(maxsize=256)
 def _plans(
-    segments: tuple[Segment, ...], q_rows: int, k_rows: int, device: torch.device, stream: int | None
+    segments: tuple[Segment, ...],
+    q_rows: int,
+    k_rows: int,
+    device: torch.device,
+    stream: int | None,
 ) -> tuple[_LibraryCall, ...]:
-    """Returns the calls for `segments`, with tables on `device`; use them only on `stream`, which copies the tables."""
-    return tuple(_plan(group, window, q_rows, k_rows, device) for window, group in _groups(segments))
+    """Returns the calls for `segments`, with tables on `device`; use them only on `stream`, which
+    copies the tables."""
+    return tuple(
+        _plan(group, window, q_rows, k_rows, device) for window, group in _groups(segments)
+    )
 
 
 Window = tuple[int | None, int | None]
-"""Number of keys before and after its diagonal key that a query sees (bottom-right alignment); None: all."""
+"""Number of keys before and after its diagonal key that a query sees (bottom-right alignment);
+None: all."""
 
 
 def _groups(segments: Sequence[Segment]) -> list[tuple[Window, list[Segment]]]:
-    """Groups segments by window. A segment that a limit does not affect joins a group where it fits, to save calls."""
+    """Groups segments by window. A segment that a limit does not affect joins a group where it
+    fits, to save calls."""
     groups: list[tuple[Window, list[Segment]]] = []
     cut = [s.cut((s.q_start, s.q_stop), (s.k_start, s.k_stop)) for s in segments]
-    for segment in sorted((s for s in cut if not s.empty), key=lambda s: (s.lo is None) + (s.hi is None)):
+    for segment in sorted(
+        (s for s in cut if not s.empty), key=lambda s: (s.lo is None) + (s.hi is None)
+    ):
         queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
         needed = (
             None if segment.lo is None else keys - queries - segment.lo,
@@ -203,7 +267,9 @@ def _groups(segments: Sequence[Segment]) -> list[tuple[Window, list[Segment]]]:
     return groups
 
 
-def _plan(segments: Sequence[Segment], window: Window, q_rows: int, k_rows: int, device: torch.device) -> _LibraryCall:
+def _plan(
+    segments: Sequence[Segment], window: Window, q_rows: int, k_rows: int, device: torch.device
+) -> _LibraryCall:
     segments = sorted(segments)
     gathered = any(before.k_stop > after.k_start for before, after in pairwise(segments))
     edges_q, edges_k = [0], [0]

@@ -1,4 +1,5 @@
-"""Flash-attn 4: a beta, so its functions are private and may change with every version. Only the tested version is used."""
+"""Flash-attn 4: a beta, so its functions are private and may change with every version. Only the
+tested version is used."""
 
 import inspect
 import os
@@ -58,7 +59,10 @@ def missing() -> str | None:
     except PackageNotFoundError:
         return f"not installed: {INSTALL}"
     if installed != TESTED:
-        return f"{installed} is installed, but only {TESTED} is known to work, as its functions are private: {INSTALL}"
+        return (
+            f"{installed} is installed, but only {TESTED} is known to work, as its functions "
+            f"are private: {INSTALL}"
+        )
     _keep_compiled()
     if why := import_error("flash_attn.cute.interface"):
         return f"{why}: {INSTALL}"
@@ -66,12 +70,16 @@ def missing() -> str | None:
     for name, first in ARGUMENTS.items():
         names = list(inspect.signature(getattr(module, name)).parameters)
         if names[: len(first)] != first or OPTIONS - set(names):
-            return f"another package replaced its modules ({name} has other arguments): {INSTALL} --force-reinstall --no-deps"
+            return (
+                f"another package replaced its modules ({name} has other arguments): {INSTALL} "
+                "--force-reinstall --no-deps"
+            )
     return None
 
 
 def _keep_compiled() -> None:
-    """Lets it keep compiled kernels for other processes and runs, in a folder that only this user can write.
+    """Lets it keep compiled kernels for other processes and runs, in a folder that only this user
+    can write.
 
     It reads these variables when it is imported. Variables that are set already win.
     """
@@ -79,20 +87,29 @@ def _keep_compiled() -> None:
     with suppress(OSError):  # without the folder, every process compiles for itself
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.lstat()
-        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
+        if (
+            stat.S_ISDIR(about.st_mode)
+            and about.st_uid == os.getuid()
+            and not about.st_mode & 0o022
+        ):
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash-attn-4"))
+            os.environ.setdefault(
+                "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash-attn-4")
+            )
 
 
 def refusal(request: KernelRequest, capability: Capability) -> str | None:
     if capability[0] not in HOPPER_OR_BLACKWELL:
         # On other GPUs it is not faster than flash-attn 2.
         return f"is used only on Hopper and data-center Blackwell, not on capability {capability}"
-    # Its own tests cover backward up to head size 128, and unequal sizes (192 and 128) only without GQA.
+    # Its own tests cover backward up to head size 128, and unequal sizes (192 and 128) only without
+    # GQA.
     return unequal(request) or too_large(request, 128)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, options: Options) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, options: Options
+) -> tuple[Tensor, Tensor]:
     results = import_module("flash_attn.cute.interface")._flash_attn_fwd(
         q, k, v, return_lse=True, **_options(sequences, options)
     )
@@ -100,7 +117,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, options: Opti
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, options: Options
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    options: Options,
 ) -> Gradients:
     gradients: Gradients = import_module("flash_attn.cute.interface")._flash_attn_bwd(
         q, k, v, out, dout, lse, deterministic=options.deterministic, **_options(sequences, options)

@@ -1,7 +1,8 @@
 """The interface of a flash attention library, and what the libraries share.
 
-All take q [Tq, heads, dim], k [Tk, kv_heads, dim] and v [Tk, kv_heads, v_dim] with int32 sequence boundaries, align windows to
-the bottom right, return log-sum-exp as [heads, Tq] in float32, and have a backward that uses the given out and log-sum-exp.
+All take q [Tq, heads, dim], k [Tk, kv_heads, dim] and v [Tk, kv_heads, v_dim] with int32 sequence
+boundaries, align windows to the bottom right, return log-sum-exp as [heads, Tq] in float32, and
+have a backward that uses the given out and log-sum-exp.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from longctx.attention.kernels.contract import BackwardSizes, Gradients, KernelR
 Capability = tuple[int, int]
 
 HOPPER_OR_BLACKWELL = (9, 10, 11)
-"""Major capabilities of Hopper and data-center Blackwell, on which flash-attn 2 is at most half as fast as its successors."""
+"""Major capabilities of Hopper and data-center Blackwell, on which flash-attn 2 is at most half as
+fast as its successors."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Sequences:
 
     Attributes:
         edges_q, edges_k: boundaries of their queries and keys (int32, on the device, same length).
-        longest_q, longest_k: largest number of queries and of keys.
-        left, right: window: number of keys before and after its diagonal key that a query sees (aligned to the bottom right);
+        longest_q, longest_k: largest number of queries and of keys. left, right: window: number of
+        keys before and after its diagonal key that a query sees (aligned to the bottom right);
             None: all.
     """
 
@@ -49,14 +51,18 @@ class Sequences:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Longest queries and keys, increased where flash-attn 2 (and its copy in torch) would misinterpret the true ones.
+        """Longest queries and keys, increased where flash-attn 2 (and its copy in torch) would
+        misinterpret the true ones.
 
-        It treats one query per sequence with GQA as decoding, where every sequence must have exactly one query. It also treats
-        a window that reaches the longest keys as unlimited, and an unlimited side as such a window; both are wrong on the right
-        side if there are more queries than keys.
+        It treats one query per sequence with GQA as decoding, where every sequence must have
+        exactly one query. It also treats a window that reaches the longest keys as unlimited, and
+        an unlimited side as such a window; both are wrong on the right side if there are more
+        queries than keys.
         """
         windowed = not self.causal and (self.left, self.right) != (None, None)
-        return max(self.longest_q, 2), max(self.longest_k, self.longest_q) if windowed else self.longest_k
+        return max(self.longest_q, 2), max(
+            self.longest_k, self.longest_q
+        ) if windowed else self.longest_k
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Sequences, Options], tuple[Tensor, Tensor]]
@@ -71,11 +77,10 @@ class Library:
     """A flash attention library.
 
     Attributes:
-        name: name for messages.
-        missing: returns why the library is not available, or None.
+        name: name for messages. missing: returns why the library is not available, or None.
         refusal: returns why it does not support a request on a GPU of some capability, or None.
-        forward, backward: its functions. Results for queries without keys and keys without queries may be arbitrary.
-        workspace: returns the bytes that its backward allocates (see `contract`).
+        forward, backward: its functions. Results for queries without keys and keys without queries
+        may be arbitrary. workspace: returns the bytes that its backward allocates (see `contract`).
         made_for_hopper: whether it reaches the speed of Hopper or Blackwell GPUs.
     """
 
@@ -90,7 +95,8 @@ class Library:
 
 @cache
 def import_error(module: str) -> str | None:
-    """Returns why a module cannot be imported, or None; a build for another torch or CUDA may raise any error."""
+    """Returns why a module cannot be imported, or None; a build for another torch or CUDA may raise
+    any error."""
     try:
         import_module(module)
     except ModuleNotFoundError as error:
@@ -113,12 +119,19 @@ def too_large(request: KernelRequest, largest: int) -> str | None:
 
 def float32_workspace(sizes: BackwardSizes) -> int:
     """Returns the workspace of flash-attn 3 and 4: dQ, and with GQA dK and dV, in float32."""
-    grouped = 2 * 4 * sizes.keys * sizes.kv_heads * sizes.request.head_dim if sizes.heads > sizes.kv_heads else 0
+    grouped = (
+        2 * 4 * sizes.keys * sizes.kv_heads * sizes.request.head_dim
+        if sizes.heads > sizes.kv_heads
+        else 0
+    )
     return sizes.float32_queries + grouped
 
 
 def shared_options(
-    sequences: Sequences, options: Options, longest: tuple[int, int], window: tuple[int | None, int | None]
+    sequences: Sequences,
+    options: Options,
+    longest: tuple[int, int],
+    window: tuple[int | None, int | None],
 ) -> dict[str, Any]:
     """Returns the keyword arguments that all versions of flash-attn share."""
     return {

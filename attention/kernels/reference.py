@@ -1,4 +1,5 @@
-"""Reference kernel: dense float64 scores per segment, to check other kernels. Any mask, head size and device; slow."""
+"""Reference kernel: dense float64 scores per segment, to check other kernels. Any mask, head size
+and device; slow."""
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ def refusal(request: KernelRequest) -> str | None:
 
 
 def workspace(sizes: BackwardSizes) -> int:
-    """Implements `contract`: q, dout, dq, out and k, v, dk, dv per query head, and dense scores of the longest document."""
+    """Implements `contract`: q, dout, dq, out and k, v, dk, dv per query head, and dense scores of
+    the longest document."""
     matrices = 4 * (sizes.queries + sizes.keys) * sizes.request.head_dim
     return 8 * sizes.heads * (matrices + SCORES * sizes.queries * min(sizes.keys, sizes.longest))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
     heads = q.shape[1]
     q64, k64, v64 = q.double(), _expand(k, heads), _expand(v, heads)
@@ -39,7 +43,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Option
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Segments,
+    options: Options,
 ) -> Gradients:
     """Implements `contract`."""
     heads = q.shape[1]
@@ -60,8 +71,11 @@ def backward(
     return dq.to(lse.dtype), _reduce(dk, k).to(lse.dtype), _reduce(dv, v).to(lse.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, segment: Segment, options: Options) -> tuple[Tensor, Tensor | float]:
-    """Returns masked scores [heads, queries, keys] and their derivative by q·k; k is already expanded to all heads."""
+def _scores(
+    q: Tensor, k: Tensor, segment: Segment, options: Options
+) -> tuple[Tensor, Tensor | float]:
+    """Returns masked scores [heads, queries, keys] and their derivative by q·k; k is already
+    expanded to all heads."""
     scale, softcap = options.scale, options.softcap
     scores = torch.einsum("qhd,khd->hqk", q[segment.queries], k[segment.keys]) * scale
     slope: Tensor | float = scale
@@ -72,7 +86,8 @@ def _scores(q: Tensor, k: Tensor, segment: Segment, options: Options) -> tuple[T
 
 
 def _finite(total: Tensor) -> Tensor:
-    """Returns log-sum-exps with 0 for queries that see no key, whose scores are -inf; NaN stays NaN."""
+    """Returns log-sum-exps with 0 for queries that see no key, whose scores are -inf; NaN stays
+    NaN."""
     return total.masked_fill(total.isneginf(), 0.0)
 
 

@@ -1,7 +1,9 @@
-"""Repeatability: whether the deterministic backward of a flash library really gives equal gradients twice.
+"""Repeatability: whether the deterministic backward of a flash library really gives equal gradients
+twice.
 
-Flash-attn 3 up to 2.8.3 accepts `deterministic=True` and adds in any order with grouped heads or windows (flash-attention pull
-request 1893), and no version number tells builds apart. So a few calls decide, when the library is chosen.
+Flash-attn 3 up to 2.8.3 accepts `deterministic=True` and adds in any order with grouped heads or
+windows (flash-attention pull request 1893), and no version number tells builds apart. So a few
+calls decide, when the library is chosen.
 """
 
 import torch
@@ -16,20 +18,29 @@ REPEATS = 8
 
 
 def differs(library: Library, request: KernelRequest) -> str | None:
-    """Returns why the deterministic backward of a library is not deterministic for a request, or None."""
+    """Returns why the deterministic backward of a library is not deterministic for a request, or
+    None."""
     generator = torch.Generator(request.device).manual_seed(0)
     dim, v_dim = request.head_dim, request.v_head_dim
     shapes = (HEADS, dim), (KV_HEADS, dim), (KV_HEADS, v_dim), (HEADS, v_dim)
     q, k, v, dout = (
-        torch.randn(2 * TOKENS, *shape, generator=generator, device=request.device, dtype=request.dtype) for shape in shapes
+        torch.randn(
+            2 * TOKENS, *shape, generator=generator, device=request.device, dtype=request.dtype
+        )
+        for shape in shapes
     )
     edges = torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32, device=request.device)
     options = Options(dim**-0.5, 30.0 if request.softcap else 0.0, deterministic=True)
     for left, right in ((None, 0), (None, None), (TOKENS // 4, 0)):
         sequences = Sequences(edges, edges, TOKENS, TOKENS, left, right)
         out, lse = library.forward(q, k, v, sequences, options)
-        first, *others = (library.backward(dout, q, k, v, out, lse, sequences, options) for _ in range(REPEATS))
+        first, *others = (
+            library.backward(dout, q, k, v, out, lse, sequences, options) for _ in range(REPEATS)
+        )
         for name, *repeats in zip(("dq", "dk", "dv"), first, *others, strict=True):
             if not all(torch.equal(repeats[0], other) for other in repeats[1:]):
-                return f"its deterministic backward gave another {name} for the same inputs: install a newer version"
+                return (
+                    f"its deterministic backward gave another {name} for the same inputs: "
+                    "install a newer version"
+                )
     return None

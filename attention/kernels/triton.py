@@ -1,12 +1,15 @@
-"""Triton kernel: attention for GPUs with any head size up to 256, any band and soft caps, one launch for all segments.
+"""Triton kernel: attention for GPUs with any head size up to 256, any band and soft caps, one
+launch for all segments.
 
-This is the host side; it imports Triton only when used. It cuts segments into tiles and copies their table to the device,
-longest first, so that short and long documents of one call fill the GPU evenly. The device code is in
-`longctx.attention.kernels.triton_device`. Results are bitwise reproducible: backward computes the scores twice, for dQ and for
-dK and dV, which takes 7 block products instead of 5 but needs neither atomics nor dK and dV per query head.
+This is the host side; it imports Triton only when used. It cuts segments into tiles and copies
+their table to the device, longest first, so that short and long documents of one call fill the GPU
+evenly. The device code is in `longctx.attention.kernels.triton_device`. Results are bitwise
+reproducible: backward computes the scores twice, for dQ and for dK and dV, which takes 7 block
+products instead of 5 but needs neither atomics nor dK and dV per query head.
 
-For tests without a GPU, `forward` and `backward` also run under Triton's interpreter (set TRITON_INTERPRET=1 before Triton is
-imported). It is very slow, and computes bfloat16 in float32, as it cannot multiply bfloat16.
+For tests without a GPU, `forward` and `backward` also run under Triton's interpreter (set
+TRITON_INTERPRET=1 before Triton is imported). It is very slow, and computes bfloat16 in float32, as
+it cannot multiply bfloat16.
 """
 
 from functools import lru_cache
@@ -30,7 +33,8 @@ _UNLIMITED = 1 << 30
 
 
 class Blocks(NamedTuple):
-    """Rows and columns of the score blocks of a program, and Triton's compile options for its loops."""
+    """Rows and columns of the score blocks of a program, and Triton's compile options for its
+    loops."""
 
     rows: int
     columns: int
@@ -62,14 +66,17 @@ BLOCKS = {
     ("dkv", 128): Blocks(128, 64, 8, 2),
     ("dkv", 256): Blocks(64, 32, 8, 2),
 }
-"""Blocks for bfloat16 and float16 on GPUs with at least ROOMY shared memory, by program and head size rounded up.
+"""Blocks for bfloat16 and float16 on GPUs with at least ROOMY shared memory, by program and head
+size rounded up.
 
-Chosen by Triton's resource usage for Hopper (`tests/triton_resources.py`), not by timing: the largest blocks with accumulators
-in registers, with as many stages as shared memory holds. They are fixed because autotuning would break reproducibility.
+Chosen by Triton's resource usage for Hopper (`tests/triton_resources.py`), not by timing: the
+largest blocks with accumulators in registers, with as many stages as shared memory holds. They are
+fixed because autotuning would break reproducibility.
 """
 
 _fewer_stages: dict[tuple[Any, ...], int] = {}
-"""Stages of programs that need more shared memory with another version of Triton than with the one that chose their blocks."""
+"""Stages of programs that need more shared memory with another version of Triton than with the one
+that chose their blocks."""
 
 SMALL_BLOCKS = {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 32, 4, 1), 256: Blocks(32, 32, 4, 1)}
 """Blocks for other GPUs, by head size, for all programs: they fit in 99 KiB."""
@@ -88,7 +95,10 @@ def refusal(request: KernelRequest) -> str | None:
     if request.dtype not in DTYPES:
         return f"computes in bfloat16, float16 and float32, not in {request.dtype}"
     if max(request.head_dim, request.v_head_dim) > LARGEST_HEAD:
-        return f"supports head sizes up to {LARGEST_HEAD}, not {request.head_dim} and {request.v_head_dim}"
+        return (
+            f"supports head sizes up to {LARGEST_HEAD}, not {request.head_dim} and "
+            f"{request.v_head_dim}"
+        )
     return None
 
 
@@ -97,7 +107,9 @@ def workspace(sizes: BackwardSizes) -> int:
     return 2 * 4 * sizes.queries * sizes.heads
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
     run = _KernelLaunch(q, k, v, segments, options)
     q_, k_, v_ = (run.readable(x) for x in (q, k, v))
@@ -108,12 +120,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Option
         out.zero_()
         lse.fill_(float("-inf"))
     strides = (*q_.stride()[:2], *k_.stride()[:2], *v_.stride()[:2])
-    run.launch("forward", tiles, q.shape[1], (q_, k_, v_, out, lse, tiles.table, *strides, *run.heads, *run.scores))
+    run.launch(
+        "forward",
+        tiles,
+        q.shape[1],
+        (q_, k_, v_, out, lse, tiles.table, *strides, *run.heads, *run.scores),
+    )
     return out.to(q.dtype), lse
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Segments,
+    options: Options,
 ) -> Gradients:
     """Implements `contract`."""
     run = _KernelLaunch(q, k, v, segments, options)
@@ -129,13 +153,24 @@ def backward(
     strides = tuple(stride for x in (dout_, q_, k_, v_) for stride in x.stride()[:2])
     sizes = (q.shape[0], *run.heads, options.scale, *run.scores)
     more = (*strides, *out_.stride()[:2], *lse.stride(), *sizes)
-    run.launch("dq", queries, q.shape[1], (dout_, q_, k_, v_, out_, lse, dq, statistics, queries.table, *more))
-    run.launch("dkv", keys, k.shape[1], (dout_, q_, k_, v_, dk, dv, statistics, keys.table, *strides, *sizes))
+    run.launch(
+        "dq",
+        queries,
+        q.shape[1],
+        (dout_, q_, k_, v_, out_, lse, dq, statistics, queries.table, *more),
+    )
+    run.launch(
+        "dkv",
+        keys,
+        k.shape[1],
+        (dout_, q_, k_, v_, dk, dv, statistics, keys.table, *strides, *sizes),
+    )
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 class Tiles(NamedTuple):
-    """The programs of a launch: their table on the device, one row per program, and the number of tensor rows covered."""
+    """The programs of a launch: their table on the device, one row per program, and the number of
+    tensor rows covered."""
 
     table: Tensor
     rows: int
@@ -144,12 +179,18 @@ class Tiles(NamedTuple):
 class _KernelLaunch:
     """State shared by the launches of one call."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+    ) -> None:
         scale, softcap = options.scale, options.softcap
         if scale <= 0:
-            raise UserError(f"scale is {scale}: kernel triton needs a positive scale; negate q instead")
+            raise UserError(
+                f"scale is {scale}: kernel triton needs a positive scale; negate q instead"
+            )
         self.device_code = import_module("longctx.attention.kernels.triton_device")
-        self.interpreted = not isinstance(self.device_code.forward_kernel, self.device_code.triton.JITFunction)
+        self.interpreted = not isinstance(
+            self.device_code.forward_kernel, self.device_code.triton.JITFunction
+        )
         self.device, self.segments = q.device, tuple(segments)
         self.heads = (q.shape[1], q.shape[1] // k.shape[1])
         self.scores = (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 0.0)
@@ -157,7 +198,8 @@ class _KernelLaunch:
         self.constants = constants(q.shape[2], v.shape[2], q.dtype, softcap != 0)
 
     def readable(self, x: Tensor) -> Tensor:
-        """Returns `x` if the kernels can read it directly (contiguous last dimension), else a copy."""
+        """Returns `x` if the kernels can read it directly (contiguous last dimension), else a
+        copy."""
         if self.interpreted and x.dtype == torch.bfloat16:
             x = x.float()
         return x if x.stride(2) == 1 else x.contiguous()
@@ -170,7 +212,9 @@ class _KernelLaunch:
 
     def tiles(self, program: str) -> Tiles:
         blocks = self.blocks(program)
-        return device_tiles(self.segments, program == "dkv", blocks.rows, blocks.columns, self.device)
+        return device_tiles(
+            self.segments, program == "dkv", blocks.rows, blocks.columns, self.device
+        )
 
     def launch(self, program: str, tiles: Tiles, heads: int, arguments: tuple[Any, ...]) -> None:
         programs = tiles.table.shape[0] * heads
@@ -182,7 +226,9 @@ class _KernelLaunch:
             while True:
                 blocks = blocks._replace(stages=_fewer_stages.get(key, blocks.stages))
                 try:
-                    kernel[(programs,)](*arguments, **self.constants, **blocks.sides(program), **blocks.options)
+                    kernel[(programs,)](
+                        *arguments, **self.constants, **blocks.sides(program), **blocks.options
+                    )
                     return
                 except self.device_code.triton.OutOfResources:
                     if blocks.stages == 1:
@@ -191,7 +237,8 @@ class _KernelLaunch:
 
 
 def choose_blocks(program: str, element_size: int, widest: int, shared_memory: int) -> Blocks:
-    """Chooses blocks for head sizes up to `widest`, elements of `element_size` bytes and `shared_memory` bytes per program."""
+    """Chooses blocks for head sizes up to `widest`, elements of `element_size` bytes and
+    `shared_memory` bytes per program."""
     if element_size == 4:
         return FLOAT32_BLOCKS
     width = max(64, _power_of_two(widest))
@@ -201,7 +248,8 @@ def choose_blocks(program: str, element_size: int, widest: int, shared_memory: i
 def constants(dim: int, v_dim: int, dtype: torch.dtype, capped: bool) -> dict[str, Any]:
     """Returns the compile-time constants of every program.
 
-    float32 products use three TensorFloat-32 products, which is almost exact; for the largest heads they do not fit.
+    float32 products use three TensorFloat-32 products, which is almost exact; for the largest heads
+    they do not fit.
     """
     precise = "ieee" if max(dim, v_dim) > 128 else "tf32x3"
     return {
@@ -219,8 +267,11 @@ def _power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def device_tiles(segments: Segments, by_keys: bool, rows: int, columns: int, device: torch.device) -> Tiles:
-    """Returns the tiles of `segments` on `device` (see `tile_table`); cached, as all layers of a micro-batch share them."""
+def device_tiles(
+    segments: Segments, by_keys: bool, rows: int, columns: int, device: torch.device
+) -> Tiles:
+    """Returns the tiles of `segments` on `device` (see `tile_table`); cached, as all layers of a
+    micro-batch share them."""
     # A table is copied and read on the same stream, so no stream reads it too early.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     return _kept_tiles(tuple(segments), by_keys, rows, columns, device, stream)
@@ -228,18 +279,25 @@ def device_tiles(segments: Segments, by_keys: bool, rows: int, columns: int, dev
 
 @lru_cache(maxsize=256)
 def _kept_tiles(
-    segments: tuple[Segment, ...], by_keys: bool, rows: int, columns: int, device: torch.device, stream: int | None
+    segments: tuple[Segment, ...],
+    by_keys: bool,
+    rows: int,
+    columns: int,
+    device: torch.device,
+    stream: int | None,
 ) -> Tiles:
     """Builds and caches tiles per `stream`, which copies the table."""
     table, covered = tile_table(segments, by_keys, rows, columns)
     return Tiles(copy_to(table, device), covered)
 
 
-def tile_table(segments: Segments, by_keys: bool, block_rows: int, block_columns: int) -> tuple[Tensor, int]:
+def tile_table(
+    segments: Segments, by_keys: bool, block_rows: int, block_columns: int
+) -> tuple[Tensor, int]:
     """Cuts the queries of every segment, or with `by_keys` its keys, into blocks of rows.
 
-    Returns the table described in `triton_device`, int32 [tiles, 8], tiles with the most work first, and the number of tensor
-    rows covered. Empty segments have no tiles.
+    Returns the table described in `triton_device`, int32 [tiles, 8], tiles with the most work
+    first, and the number of tensor rows covered. Empty segments have no tiles.
     """
     parts = []
     for segment in segments:
@@ -261,11 +319,16 @@ def tile_table(segments: Segments, by_keys: bool, block_rows: int, block_columns
     column = torch.minimum(torch.maximum(row + least, begin), end)
     column_stop = torch.maximum(torch.minimum(row_stop + most, end), column)
     # Columns that all rows see, and the whole blocks within them, counted from `column`.
-    seen, seen_stop = torch.maximum(row_stop - 1 + least, column), torch.minimum(row + most + 1, column_stop)
+    seen, seen_stop = (
+        torch.maximum(row_stop - 1 + least, column),
+        torch.minimum(row + most + 1, column_stop),
+    )
     before = (seen - column + block_columns - 1) // block_columns
     whole = ((seen_stop - column) // block_columns - before).clamp(min=0)
     full = torch.where(whole > 0, column + before * block_columns, column)
     full_stop = full + whole * block_columns
-    table = torch.stack([row, row_stop, column, column_stop, full, full_stop, least, most], dim=1).int()
+    table = torch.stack(
+        [row, row_stop, column, column_stop, full, full_stop, least, most], dim=1
+    ).int()
     longest_first = (column_stop - column).argsort(descending=True, stable=True)
     return table[longest_first].contiguous(), int((row_stop - row).sum())

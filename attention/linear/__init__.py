@@ -1,4 +1,5 @@
-"""Linear attention and short convolutions over packed documents, each split over the ranks of its ring."""
+"""Linear attention and short convolutions over packed documents, each split over the ranks of its
+ring."""
 
 from longctx.attention.linear.recurrence import Recurrence, not_compiled
 

@@ -1,14 +1,16 @@
 """States along chains of affine maps in many segments at once, with few dependent steps.
 
-A map turns the state S [k, v] before it into the one after it, with the matrices of a chunk of the delta rule as factors:
+A map turns the state S [k, v] before it into the one after it, with the matrices of a chunk of the
+delta rule as factors:
 
     new = values + right S    S' = move S + added + leftᵀ new
 
-Segments are cut into lanes of up to 16 maps. The maps of every lane but a segment's last are combined to one, the state before
-each lane follows from the combined maps, by the same scan, and then all lanes go through their maps side by side: the number of
-dependent steps grows with the logarithm of the longest segment (a blocked prefix sum; Blelloch, 1990). Combining costs about as
-much as going through, and segments of one lane go without. Backward is the same scan from the end: `right` and `left` change
-places, and gradients of the states and of `new` are what is added.
+Segments are cut into lanes of up to 16 maps. The maps of every lane but a segment's last are
+combined to one, the state before each lane follows from the combined maps, by the same scan, and
+then all lanes go through their maps side by side: the number of dependent steps grows with the
+logarithm of the longest segment (a blocked prefix sum; Blelloch, 1990). Combining costs about as
+much as going through, and segments of one lane go without. Backward is the same scan from the end:
+`right` and `left` change places, and gradients of the states and of `new` are what is added.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +32,12 @@ class Lanes:
     """The maps of segments of given numbers of maps, one segment after the other, cut into lanes.
 
     Attributes:
-        active: number of lanes that have a first, second, .. map. The first maps of all lanes come first, then the second ones.
-        carried: number of lanes that another lane of their segment follows; they come first, in the order of the segments.
-        gathered, places: map of every place in that order, and place of every map.
-        mirror: map of every map if each segment is reversed.
-        begins: row of the state before every lane, in [states before the combined maps; states after them], or in the states
+        active: number of lanes that have a first, second, .. map. The first maps of all lanes come
+        first, then the second ones. carried: number of lanes that another lane of their segment
+        follows; they come first, in the order of the segments. gathered, places: map of every place
+        in that order, and place of every map. mirror: map of every map if each segment is reversed.
+        begins: row of the state before every lane, in [states before the combined maps; states
+        after them], or in the states
             before the segments if each is one lane.
         last: last lane of every segment.
         upper: the lanes of the combined maps; None: every segment is one lane.
@@ -51,7 +54,8 @@ class Lanes:
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device | str, size: int = LANE) -> "Lanes":
-        """Cuts segments of `counts` maps, also of none, into lanes of `size` maps; index tensors are on `device`."""
+        """Cuts segments of `counts` maps, also of none, into lanes of `size` maps; index tensors
+        are on `device`."""
         starts = list(accumulate(counts, initial=0))
         carried, last = [], []
         for segment, count in enumerate(counts):
@@ -62,7 +66,9 @@ class Lanes:
         lanes = [*carried, *(last[segment] for segment in order)]
         active = [sum(len(lane) > step for lane in lanes) for step in range(len(lanes[0]))]
         gathered = [lane[step] for step, several in enumerate(active) for lane in lanes[:several]]
-        mirror = [first + stop - 1 - i for first, stop in pairwise(starts) for i in range(first, stop)]
+        mirror = [
+            first + stop - 1 - i for first, stop in pairwise(starts) for i in range(first, stop)
+        ]
 
         def index(numbers: Sequence[int]) -> torch.Tensor:
             return copy_to(torch.tensor(numbers, dtype=torch.int64), device)
@@ -75,21 +81,29 @@ class Lanes:
             index(mirror),
             index([*range(len(carried)), *(len(carried) + segment for segment in order)]),
             index([len(carried) + order.index(segment) for segment in range(len(order))]),
-            cls.of([(max(1, count) - 1) // size for count in counts], device, size) if carried else None,
+            cls.of([(max(1, count) - 1) // size for count in counts], device, size)
+            if carried
+            else None,
         )
 
     def mirrored(self) -> "Lanes":
         """Returns the lanes of the same segments, each from its end."""
         return replace(self, gathered=self.mirror[self.gathered], places=self.places[self.mirror])
 
-    def run(self, maps: "Maps", initial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def run(
+        self, maps: "Maps", initial: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Returns what `scan` does, without gradients."""
         heads = maps.move.shape[1]
-        steps = maps.each(lambda x: x.index_select(0, self.gathered).flatten(0, 1)).split([n * heads for n in self.active])
+        steps = maps.each(lambda x: x.index_select(0, self.gathered).flatten(0, 1)).split(
+            [n * heads for n in self.active]
+        )
         if self.upper is not None:
             carried = self.carried * heads
             combined = _combine([step.each(lambda x: x[:carried]) for step in steps])
-            before, _, ends = self.upper.run(combined.each(lambda x: x.unflatten(0, (-1, heads))), initial)
+            before, _, ends = self.upper.run(
+                combined.each(lambda x: x.unflatten(0, (-1, heads))), initial
+            )
             initial = torch.cat([before, ends])
         state, ended = initial.index_select(0, self.begins).flatten(0, 1), []
         passed: list[torch.Tensor] = [state[:0]]
@@ -103,7 +117,9 @@ class Lanes:
             news += [] if new is None else [new]
         ends = torch.cat([state, *reversed(ended)])
         before, end = (torch.cat(x).unflatten(0, (-1, heads)) for x in (passed, [ends]))
-        new = torch.cat(news).unflatten(0, (-1, heads)).index_select(0, self.places) if news else None
+        new = (
+            torch.cat(news).unflatten(0, (-1, heads)).index_select(0, self.places) if news else None
+        )
         return before.index_select(0, self.places), new, end.index_select(0, self.last)
 
 
@@ -111,10 +127,10 @@ class Maps(NamedTuple):
     """Affine maps, see above.
 
     Attributes:
-        move: diagonal of a matrix, [maps, heads, k or 1, 1]; of combined maps also the matrix [maps, heads, k, k].
-        added: [maps, heads, k, v], like `values` zero in columns that it does not have, before those that it has.
-        left, right: [maps, heads, rows, k].
-        values: [maps, heads, rows, v].
+        move: diagonal of a matrix, [maps, heads, k or 1, 1]; of combined maps also the matrix
+        [maps, heads, k, k]. added: [maps, heads, k, v], like `values` zero in columns that it does
+        not have, before those that it has. left, right: [maps, heads, rows, k]. values: [maps,
+        heads, rows, v].
     """
 
     move: torch.Tensor
@@ -127,11 +143,19 @@ class Maps(NamedTuple):
         return Maps(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]  # move is not None
 
     def split(self, sizes: list[int]) -> "list[Maps]":
-        return [Maps(*parts) for parts in zip(*(repeat(None) if x is None else x.split(sizes) for x in self), strict=False)]
+        return [
+            Maps(*parts)
+            for parts in zip(
+                *(repeat(None) if x is None else x.split(sizes) for x in self), strict=False
+            )
+        ]
 
 
-def scan(maps: Maps, initial: torch.Tensor, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Returns the state before every map, `new` of every map, and the state after every segment [segments, heads, k, v].
+def scan(
+    maps: Maps, initial: torch.Tensor, lanes: Lanes
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Returns the state before every map, `new` of every map, and the state after every segment
+    [segments, heads, k, v].
 
     `initial` is the state before every segment; `move` of the maps must be diagonals.
     """
@@ -142,7 +166,9 @@ def scan(maps: Maps, initial: torch.Tensor, lanes: Lanes) -> tuple[torch.Tensor,
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def forward(
+        ctx: Any, *arguments: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         maps, initial, lanes = Maps(*arguments[:5]), *arguments[5:]
         before, new, ends = lanes.run(maps, initial)
         ctx.save_for_backward(maps.move, maps.left, maps.right, before, new)
@@ -151,12 +177,17 @@ class _Scan(torch.autograd.Function):
         return before, new, ends
 
     @staticmethod
-    def backward(ctx: Any, dbefore: torch.Tensor, dnew: torch.Tensor | None, dends: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, dbefore: torch.Tensor, dnew: torch.Tensor | None, dends: torch.Tensor
+    ) -> tuple[Any, ...]:
         move, left, right, before, new = ctx.saved_tensors
-        dafter, dvalues, dinitial = ctx.lanes.mirrored().run(Maps(move, dbefore, right, left, dnew), dends)
+        dafter, dvalues, dinitial = ctx.lanes.mirrored().run(
+            Maps(move, dbefore, right, left, dnew), dends
+        )
         dmove = (dafter * before).sum(-1, keepdim=True).sum_to_size(move.shape)
         dadded, dvalues_given = (
-            None if columns is None else x[..., -columns:] for columns, x in zip(ctx.columns, (dafter, dvalues), strict=True)
+            None if columns is None else x[..., -columns:]
+            for columns, x in zip(ctx.columns, (dafter, dvalues), strict=True)
         )
         dleft, dright = (None, None) if new is None else (new @ dafter.mT, dvalues @ before.mT)
         return dmove, dadded, dleft, dright, dvalues_given, dinitial, None
@@ -174,7 +205,9 @@ def _combine(steps: list[Maps]) -> Maps:
         return Maps(move, added)
     assert first.values is not None
     k_dim, columns = first.left.shape[-1], first.values.shape[-1]
-    state = torch.eye(k_dim, k_dim + columns, dtype=first.left.dtype, device=first.left.device).expand(len(first.move), -1, -1)
+    state = torch.eye(
+        k_dim, k_dim + columns, dtype=first.left.dtype, device=first.left.device
+    ).expand(len(first.move), -1, -1)
     for step in steps:
         state, _ = _apply(step, state)
     return Maps(state[..., :k_dim], state[..., k_dim:])
@@ -194,6 +227,7 @@ def _plus(added: torch.Tensor | None, move: torch.Tensor, state: torch.Tensor) -
     diagonal = move.shape[-1] == 1
     if added is None:
         return move * state if diagonal else move @ state
-    if added.shape[-1] < state.shape[-1]:  # not in place: checkpoints may keep what operators return
+    # Not in place: checkpoints may keep what operators return.
+    if added.shape[-1] < state.shape[-1]:
         added = F.pad(added, (state.shape[-1] - added.shape[-1], 0))
     return torch.addcmul(added, move, state) if diagonal else torch.baddbmm(added, move, state)

@@ -1,12 +1,17 @@
-"""The recurrence of linear attention over segments of any lengths, a chunk of tokens at a time, in plain torch.
+"""The recurrence of linear attention over segments of any lengths, a chunk of tokens at a time, in
+plain torch.
 
-Inside a chunk everything is matrix products, in all chunks at once. Each chunk is an affine map of the state before it to the
-state after it, and `affine` scans these maps. The state S [k_dim, v_dim] of a head, and the output o, with decay g ≤ 0:
+Inside a chunk everything is matrix products, in all chunks at once. Each chunk is an affine map of
+the state before it to the state after it, and `affine` scans these maps. The state S [k_dim, v_dim]
+of a head, and the output o, with decay g ≤ 0:
 
-    S_t = (I - β_t k_t k_tᵀ) diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ    Kimi Delta Attention (2025), g_t [k_dim]
-    S_t = (I - β_t k_t k_tᵀ) exp(g_t) S_{t-1} + β_t k_t v_tᵀ          gated delta rule (Yang et al., 2025), g_t a number
-    S_t = exp(g_t) S_{t-1} + k_t v_tᵀ                                 without β: Mamba-2 (Dao and Gu, 2024)
+    S_t = (I - β_t k_t k_tᵀ) diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ    Kimi Delta Attention (2025)
+    S_t = (I - β_t k_t k_tᵀ) exp(g_t) S_{t-1} + β_t k_t v_tᵀ          gated delta rule (2025)
+    S_t = exp(g_t) S_{t-1} + k_t v_tᵀ                                 Mamba-2 (2024), without β
     o_t = S_tᵀ q_t
+
+The decay g_t is a vector [k_dim] in Kimi Delta Attention, and a number in the gated delta rule
+(Yang et al., 2025) and Mamba-2 (Dao and Gu, 2024).
 
 The delta rule of a chunk is solved as one triangular system (Yang et al., 2024, "UT transform").
 """
@@ -27,7 +32,8 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Chunks:
-    """Segments of given lengths, one after the other, cut into chunks of `size` tokens, the last of each filled up.
+    """Segments of given lengths, one after the other, cut into chunks of `size` tokens, the last of
+    each filled up.
 
     Attributes:
         lengths: tokens of each segment.
@@ -48,12 +54,24 @@ class Chunks:
         size = min(CHUNK, 1 << (max(lengths) - 1).bit_length())
         starts = list(accumulate(lengths, initial=0))
         counts = [-(-length // size) for length in lengths]
-        firsts = [size * count for count in accumulate(counts, initial=0)]  # first place of every segment
+        # First place of every segment.
+        firsts = [size * count for count in accumulate(counts, initial=0)]
         gathered: list[range] = []
         for (start, stop), count in zip(pairwise(starts), counts, strict=True):
-            gathered += [range(start, stop), *[range(starts[-1], starts[-1] + 1)] * (size * count - (stop - start))]
-        places = [range(first, first + length) for first, length in zip(firsts, lengths, strict=False)]
-        return cls(tuple(lengths), size, Lanes.of(counts, device), row_index(gathered, device), row_index(places, device))
+            gathered += [
+                range(start, stop),
+                *[range(starts[-1], starts[-1] + 1)] * (size * count - (stop - start)),
+            ]
+        places = [
+            range(first, first + length) for first, length in zip(firsts, lengths, strict=False)
+        ]
+        return cls(
+            tuple(lengths),
+            size,
+            Lanes.of(counts, device),
+            row_index(gathered, device),
+            row_index(places, device),
+        )
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """Returns rows [rows, heads, ..] as chunks [chunks, heads, size, ..]."""
@@ -71,14 +89,14 @@ def scan_chunks(
     initial: torch.Tensor,
     chunks: Chunks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the outputs [rows, heads, columns] and the state at the end of every segment [segments, heads, k_dim, columns].
+    """Returns the outputs [rows, heads, columns] and the state at the end of every segment
+    [segments, heads, k_dim, columns].
 
     Args:
-        q, k: [rows, heads, k_dim], float32 or float64, like all tensors.
-        v: [rows, heads, v_dim].
-        decay: [rows, heads, k_dim or 1].
-        beta: [rows, heads]; no beta: no delta rule.
-        initial: state before every segment, as the result; of its columns the last v_dim are those of v, and the others take
+        q, k: [rows, heads, k_dim], float32 or float64, like all tensors. v: [rows, heads, v_dim].
+        decay: [rows, heads, k_dim or 1]. beta: [rows, heads]; no beta: no delta rule. initial:
+        state before every segment, as the result; of its columns the last v_dim are those of v, and
+        the others take
             values of zero.
         chunks: the segments.
     """
@@ -108,11 +126,13 @@ def sums_after(decay: torch.Tensor) -> torch.Tensor:
 
 
 def _between(x: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """Returns x_i · k_j for j ≤ i, each product decayed by the tokens after j up to i, and zero for j > i.
+    """Returns x_i · k_j for j ≤ i, each product decayed by the tokens after j up to i, and zero for
+    j > i.
 
-    Decays between two tokens are summed: differences of their cumulative sums would lose digits, and factors of their
-    exponentials overflow. With one per channel this takes a level for each power of two: between tokens of two neighbouring
-    blocks, the decays up to the border belong to k, those after it to x.
+    Decays between two tokens are summed: differences of their cumulative sums would lose digits,
+    and factors of their exponentials overflow. With one per channel this takes a level for each
+    power of two: between tokens of two neighbouring blocks, the decays up to the border belong to
+    k, those after it to x.
     """
     size = x.shape[-2]
     if decay.shape[-1] == 1:
@@ -121,10 +141,14 @@ def _between(x: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> torch.Ten
         return (x @ k.mT) * sums.masked_fill(later, -torch.inf).exp()
     blocks, half = (x * k).sum(-1)[..., None, None], 1
     while half < size:
-        after, before = (each.unflatten(-2, (-1, 2, half))[..., side, :, :] for side, each in ((1, x), (0, k)))
+        after, before = (
+            each.unflatten(-2, (-1, 2, half))[..., side, :, :] for side, each in ((1, x), (0, k))
+        )
         second, first = (decay.unflatten(-2, (-1, 2, half))[..., side, :, :] for side in (1, 0))
         across = (after * second.cumsum(-2).exp()) @ (before * sums_after(first).exp()).mT
         above, below = blocks.unflatten(-3, (-1, 2)).unbind(-3)
-        blocks = torch.cat([torch.cat([above, torch.zeros_like(across)], -1), torch.cat([across, below], -1)], -2)
+        blocks = torch.cat(
+            [torch.cat([above, torch.zeros_like(across)], -1), torch.cat([across, below], -1)], -2
+        )
         half *= 2
     return blocks[..., 0, :, :]

@@ -1,4 +1,5 @@
-"""Short causal convolutions over packed documents: every segment is computed with its halo, the rows before it."""
+"""Short causal convolutions over packed documents: every segment is computed with its halo, the
+rows before it."""
 
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ class Halo:
     """Index tensors of one convolution.
 
     Attributes:
-        messages: the halo's rows that other ranks hold.
-        gathered: rows of [own rows; received rows; a row of zeros] that follow each other in the convolution's input: every
+        messages: the halo's rows that other ranks hold. gathered: rows of [own rows; received rows;
+        a row of zeros] that follow each other in the convolution's input: every
             segment after its halo, which is zero before the first token of a document.
         outputs: place of every row in that input, less the width of a halo.
     """
@@ -35,7 +36,11 @@ class Halo:
         outputs: list[range] = []
         place = 0
         for segment in segments.own:
-            halo = segments.shards[segment.document].before(segment.start, width) if segment.place else ()
+            halo = (
+                segments.shards[segment.document].before(segment.start, width)
+                if segment.place
+                else ()
+            )
             gathered += [range(zero, zero + 1)] * (width - len(halo))
             for position in halo:
                 item = segment.document, position
@@ -50,8 +55,11 @@ class Halo:
         return cls(messages, row_index(gathered, device), row_index(outputs, device))
 
 
-def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, halo: Halo, make: MakeExchange) -> torch.Tensor:
-    """Returns the causal convolution of each channel inside each document; arguments as in `Recurrence.convolve`."""
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, halo: Halo, make: MakeExchange
+) -> torch.Tensor:
+    """Returns the causal convolution of each channel inside each document; arguments as in
+    `Recurrence.convolve`."""
     if not len(x):
         return x
     _, x, received = receive(x, x, halo.messages.hop, make)

@@ -1,7 +1,9 @@
-"""The delta rule by the kernels of `flash-linear-attention`, where they are installed, in bfloat16 or float16 on CUDA devices.
+"""The delta rule by the kernels of `flash-linear-attention`, where they are installed, in bfloat16
+or float16 on CUDA devices.
 
-They scan packed segments from given states, return the states at their ends, and have the gradients of both. So they take the
-place of `chunked`, also for the transitions of split documents. They read q, k and v in the model's dtype; states are float32.
+They scan packed segments from given states, return the states at their ends, and have the gradients
+of both. So they take the place of `chunked`, also for the transitions of split documents. They read
+q, k and v in the model's dtype; states are float32.
 """
 
 import logging
@@ -39,7 +41,11 @@ def run_in(dtype: torch.dtype, device: str) -> bool:
 
 def dtype_of(v: torch.Tensor, k_dim: int, beta: torch.Tensor | None) -> torch.dtype | None:
     """Returns the dtype in which the kernels scan, or None if `chunked` does."""
-    return v.dtype if beta is not None and k_dim <= MOST_K_DIM and run_in(v.dtype, v.device.type) else None
+    return (
+        v.dtype
+        if beta is not None and k_dim <= MOST_K_DIM and run_in(v.dtype, v.device.type)
+        else None
+    )
 
 
 def scan_fused(
@@ -52,7 +58,8 @@ def scan_fused(
     bounds: tuple[torch.Tensor, torch.Tensor],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scan_chunks`, for segments between `bounds` [segments + 1], int64, on the device and on the CPU.
+    """As `scan_chunks`, for segments between `bounds` [segments + 1], int64, on the device and on
+    the CPU.
 
     No initial states: they are zero. `dtype`: see `dtype_of`.
     """

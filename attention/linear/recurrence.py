@@ -1,4 +1,5 @@
-"""Recurrence: linear attention and short convolutions of one micro-batch, over documents split over ranks."""
+"""Recurrence: linear attention and short convolutions of one micro-batch, over documents split over
+ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,15 +19,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: Function) -> Function:
-    """Runs `function` as it is also in a compiled block: its index tensors and messages differ between micro-batches."""
+    """Runs `function` as it is also in a compiled block: its index tensors and messages differ
+    between micro-batches."""
     return cast("Function", torch.compiler.disable(function))
 
 
 class Recurrence:
-    """Layers that carry something along a document, for one micro-batch; every rank of the domain must call them alike.
+    """Layers that carry something along a document, for one micro-batch; every rank of the domain
+    must call them alike.
 
-    Every head or tail of a document is a segment. Its convolution needs the last rows of the segments before it, and its state
-    begins with theirs: both are sent by the ranks that hold them, in forward, and their gradients back in backward.
+    Every head or tail of a document is a segment. Its convolution needs the last rows of the
+    segments before it, and its state begins with theirs: both are sent by the ranks that hold them,
+    in forward, and their gradients back in backward.
     """
 
     def __init__(
@@ -36,12 +40,13 @@ class Recurrence:
         group: dist.ProcessGroup | None = None,
         exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
     ) -> None:
-        """Args:
-        layout: `plan.layout(micro_batch, rank)`; None: every row is a document of its own.
-        group: process group of the domain, ranks in order; None: the default group. Not used if no document is split.
-        exchange: class that moves the rows.
+        """Args: layout: `plan.layout(micro_batch, rank)`; None: every row is a document of its own.
+        group: process group of the domain, ranks in order; None: the default group. Not used if no
+        document is split. exchange: class that moves the rows.
         """
-        self._segments_of = RankSegments.alone if layout is None else partial(RankSegments.of, layout)
+        self._segments_of = (
+            RankSegments.alone if layout is None else partial(RankSegments.of, layout)
+        )
         self._name = "" if layout is None else f"micro-batch {layout.micro_batch}, "
         self._group, self._exchange = group, exchange
         self.last = "before the first layer"
@@ -52,15 +57,23 @@ class Recurrence:
 
     @not_compiled
     def convolve(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, layer: int | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        layer: int | None = None,
     ) -> torch.Tensor:
-        """Returns the causal convolution [tokens, channels] of x [tokens, channels] with `weight` [channels, kernel].
+        """Returns the causal convolution [tokens, channels] of x [tokens, channels] with `weight`
+        [channels, kernel].
 
-        Output t of a document is the sum of weight[:, kernel - 1 - i] · x[t - i] over its tokens t - i, plus `bias` [channels].
+        Output t of a document is the sum of weight[:, kernel - 1 - i] · x[t - i] over its tokens t
+        - i, plus `bias` [channels].
         """
         key = len(x), weight.shape[1] - 1, x.device
         if key not in self._halos:
-            self._halos[key] = Halo.build(self._segments_with(len(x)), weight.shape[1] - 1, x.device)
+            self._halos[key] = Halo.build(
+                self._segments_with(len(x)), weight.shape[1] - 1, x.device
+            )
         return convolve(x, weight, bias, self._halos[key], self._make("convolution", layer))
 
     @not_compiled
@@ -77,7 +90,9 @@ class Recurrence:
         key = len(q), q.device
         if key not in self._scans:
             self._scans[key] = Scan.build(self._segments_with(len(q)), q.device)
-        return linear_attention(q, k, v, decay, beta, self._scans[key], self._make("linear attention", layer))
+        return linear_attention(
+            q, k, v, decay, beta, self._scans[key], self._make("linear attention", layer)
+        )
 
     def _segments_with(self, rows: int) -> RankSegments:
         if rows not in self._segments:

@@ -1,9 +1,11 @@
-"""RankSegments: what a rank holds of each document as runs of consecutive positions, and the messages between them.
+"""RankSegments: what a rank holds of each document as runs of consecutive positions, and the
+messages between them.
 
-Layers that carry a state along a document, and convolutions, need what comes before a segment. Ring index r of a document holds
-its head and its tail, each a segment, or one segment if they are adjacent. So a document of degree n is a chain of up to 2n
-segments, which all ranks of its ring derive from its length. In a tree every node begins a new segment, and the segment before
-it is the last one of its parent. Both ends of a message order its content by document and position.
+Layers that carry a state along a document, and convolutions, need what comes before a segment. Ring
+index r of a document holds its head and its tail, each a segment, or one segment if they are
+adjacent. So a document of degree n is a chain of up to 2n segments, which all ranks of its ring
+derive from its length. In a tree every node begins a new segment, and the segment before it is the
+last one of its parent. Both ends of a message order its content by document and position.
 """
 
 from collections import defaultdict
@@ -20,7 +22,8 @@ from longctx.planning.tree import ROOT, Tree
 
 @dataclass(frozen=True)
 class Link:
-    """One segment of a document's chain: the ring index that holds it, its tokens, and the place of the segment before it."""
+    """One segment of a document's chain: the ring index that holds it, its tokens, and the place of
+    the segment before it."""
 
     ring_index: int
     start: int
@@ -30,10 +33,12 @@ class Link:
 
 @dataclass(frozen=True)
 class RankSegment:
-    """One segment of this rank: buffer rows [row, row + stop - start) are tokens [start, stop) of a document.
+    """One segment of this rank: buffer rows [row, row + stop - start) are tokens [start, stop) of a
+    document.
 
-    `place` is its number in the chain of the document; only the first has no segment before it. `carried` tells whether others
-    follow, which need the state at its end. `document` numbers this rank's documents.
+    `place` is its number in the chain of the document; only the first has no segment before it.
+    `carried` tells whether others follow, which need the state at its end. `document` numbers this
+    rank's documents.
     """
 
     document: int
@@ -64,18 +69,27 @@ class RankSegments:
 
     @classmethod
     def of(cls, layout: Layout, rows: int) -> "RankSegments":
-        """Returns the segments of a layout in a buffer of `rows` rows; those after its tokens are a document of their own.
+        """Returns the segments of a layout in a buffer of `rows` rows; those after its tokens are a
+        document of their own.
 
         Raises ValueError if the buffer has fewer rows than the layout.
         """
         if rows < layout.tokens:
             raise ValueError(
-                f"the input has {rows} tokens, but the layout of micro-batch {layout.micro_batch}, rank {layout.rank} has "
+                f"the input has {rows} tokens, but the layout of micro-batch {layout.micro_batch}, "
+                f"rank {layout.rank} has "
                 f"{layout.tokens}: use the layout that it was packed with"
             )
         chains = tuple(map(chain_of, layout.shards))
         held = [
-            RankSegment(document, place, place in followed, link.start, link.stop, shard.rows(link.start, link.stop).start)
+            RankSegment(
+                document,
+                place,
+                place in followed,
+                link.start,
+                link.stop,
+                shard.rows(link.start, link.stop).start,
+            )
             for document, (shard, chain) in enumerate(zip(layout.shards, chains, strict=True))
             for followed in [{link.before for link in chain}]
             for place, link in enumerate(chain)
@@ -96,7 +110,11 @@ def chain_of(shard: Shard) -> tuple[Link, ...]:
     tree = shard.tree or Tree((shard.length,), (ROOT,))
     links: list[Link] = []
     last = {ROOT: ROOT}  # place of the last segment of every node
-    spans = sorted((span, ring_index) for ring_index in range(shard.degree) for span in chunks(shard, ring_index))
+    spans = sorted(
+        (span, ring_index)
+        for ring_index in range(shard.degree)
+        for span in chunks(shard, ring_index)
+    )
     for (start, stop), index in spans:
         node = tree.node_of(start)
         while start < stop:
@@ -117,12 +135,14 @@ def before(chain: Sequence[Link], place: int) -> list[int]:
 
 
 Item = tuple[int, int]
-"""What a rank needs of another: (document, number), numbered along the document: a position, or a place in the chain."""
+"""What a rank needs of another: (document, number), numbered along the document: a position, or a
+place in the chain."""
 
 
 @dataclass(frozen=True)
 class Messages:
-    """What a rank sends to and receives from the others of its rings, before a layer's segments can go on.
+    """What a rank sends to and receives from the others of its rings, before a layer's segments can
+    go on.
 
     Attributes:
         hop: peers, the rows that go to them, and the numbers of rows that come from them.
@@ -143,8 +163,9 @@ class Messages:
         """Builds the messages of one exchange.
 
         Args:
-            shards: this rank's shards, in an order that all ranks share.
-            needs: function of document and ring index that returns (owner's ring index, number) of all items that this ring
+            shards: this rank's shards, in an order that all ranks share. needs: function of
+            document and ring index that returns (owner's ring index, number) of all items that this
+            ring
                 index needs of the document; ascending by number.
             row: function of an own item that returns its row.
             device: device of index tensors.
@@ -168,12 +189,17 @@ class Messages:
 
 
 def halo_messages(segments: RankSegments, width: int, device: torch.device | str) -> Messages:
-    """Returns the messages that bring each segment the `width` rows before it; items are positions."""
+    """Returns the messages that bring each segment the `width` rows before it; items are
+    positions."""
 
     def needs(document: int, target: int) -> list[tuple[int, int]]:
         chain = segments.chains[document]
         mine = [link for link in chain if link.ring_index == target]
-        halo = {position for link in mine for position in segments.shards[document].before(link.start, width)}
+        halo = {
+            position
+            for link in mine
+            for position in segments.shards[document].before(link.start, width)
+        }
         return [
             (link.ring_index, position)
             for link in chain
@@ -190,7 +216,8 @@ def halo_messages(segments: RankSegments, width: int, device: torch.device | str
 
 
 def state_messages(segments: RankSegments, device: torch.device | str) -> Messages:
-    """Returns the messages that bring each rank the states of all segments before its own; items are places in the chain.
+    """Returns the messages that bring each rank the states of all segments before its own; items
+    are places in the chain.
 
     Rows are numbered as in `carried_rows`.
     """
@@ -200,7 +227,11 @@ def state_messages(segments: RankSegments, device: torch.device | str) -> Messag
         chain = segments.chains[document]
         mine = (place for place, link in enumerate(chain) if link.ring_index == target)
         needed = sorted({other for place in mine for other in before(chain, place)})
-        return [(chain[place].ring_index, place) for place in needed if chain[place].ring_index != target]
+        return [
+            (chain[place].ring_index, place)
+            for place in needed
+            if chain[place].ring_index != target
+        ]
 
     return Messages.build(segments.shards, needs, rows.__getitem__, device)
 

@@ -1,4 +1,5 @@
-"""Sending: rows that move between ranks in forward, and their gradients, which move back in backward."""
+"""Sending: rows that move between ranks in forward, and their gradients, which move back in
+backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,12 @@ MakeExchange = Callable[[str], Exchange]
 def receive(
     x: torch.Tensor, through: torch.Tensor, hop: Hop, make: MakeExchange
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sends rows of x [rows, width] to the peers of `hop`. Returns x, `through` and the received rows [received, width].
+    """Sends rows of x [rows, width] to the peers of `hop`. Returns x, `through` and the received
+    rows [received, width].
 
-    The loss must depend on the returned `through` on every rank, so that backward comes here also on ranks that send and have
-    no use for x themselves: others wait for them. Received rows are in the order of `hop.receives`.
+    The loss must depend on the returned `through` on every rank, so that backward comes here also
+    on ranks that send and have no use for x themselves: others wait for them. Received rows are in
+    the order of `hop.receives`.
     """
     if not hop.sends and not hop.receives:
         return x, through, x[:0]
@@ -28,19 +31,33 @@ def receive(
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, through: torch.Tensor, hop: Hop, make: MakeExchange) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, x: torch.Tensor, through: torch.Tensor, hop: Hop, make: MakeExchange
+    ) -> tuple[torch.Tensor, ...]:
         ctx.hop, ctx.make = hop, make
         incoming = x.new_empty(hop.received_rows, x.shape[1])
         outgoing = [(peer, rows.read(x).contiguous()) for peer, rows in hop.sends]
-        return x.view_as(x), through.view_as(through), make("forward").start(outgoing, incoming, hop.receives).wait()
+        return (
+            x.view_as(x),
+            through.view_as(through),
+            make("forward").start(outgoing, incoming, hop.receives).wait(),
+        )
 
     @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor, dthrough: torch.Tensor, dreceived: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, dx: torch.Tensor, dthrough: torch.Tensor, dreceived: torch.Tensor
+    ) -> tuple[Any, ...]:
         hop: Hop = ctx.hop
         incoming = dx.new_empty(hop.sent_rows, dx.shape[1])
-        parts = dreceived.contiguous().split([rows for _, rows in hop.receives]) if hop.receives else ()
+        parts = (
+            dreceived.contiguous().split([rows for _, rows in hop.receives]) if hop.receives else ()
+        )
         outgoing = [(peer, part) for (peer, _), part in zip(hop.receives, parts, strict=True)]
-        returned = ctx.make("backward").start(outgoing, incoming, [(peer, len(rows)) for peer, rows in hop.sends]).wait()
+        returned = (
+            ctx.make("backward")
+            .start(outgoing, incoming, [(peer, len(rows)) for peer, rows in hop.sends])
+            .wait()
+        )
         total = dx.to(torch.promote_types(dx.dtype, torch.float32), copy=True)
         start = 0
         for _, rows in hop.sends:  # peers ascending: two runs add in the same order

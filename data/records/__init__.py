@@ -1,5 +1,6 @@
-"""Records: what files and data sets say, as texts, conversations or token ids, and how these become tokens.
+"""Records: what files and data sets say, as texts, conversations or token ids, and how these become
+tokens.
 
-`corpus` finds the records (`readers`, `megatron`), `formats` parses one, `template` renders conversations, and
-`tokenizer` encodes.
+`corpus` finds the records (`readers`, `megatron`), `formats` parses one, `template` renders
+conversations, and `tokenizer` encodes.
 """

@@ -1,9 +1,10 @@
 """ChatML: the chat template for tokenizers that come without one.
 
-Every message becomes `<|im_start|>ROLE\\n CONTENT <|im_end|> \\n` (without the spaces); the assistant's CONTENT and the
-<|im_end|> after it are trained on. Markers are special tokens if the tokenizer has them, else text: then the end of the
-document after the assistant's last turn is trained on too, as generation can stop only at a single token. Contents are encoded
-separately, so that no token spans a marker and a content.
+Every message becomes `<|im_start|>ROLE\\n CONTENT <|im_end|> \\n` (without the spaces); the
+assistant's CONTENT and the <|im_end|> after it are trained on. Markers are special tokens if the
+tokenizer has them, else text: then the end of the document after the assistant's last turn is
+trained on too, as generation can stop only at a single token. Contents are encoded separately, so
+that no token spans a marker and a content.
 """
 
 import re
@@ -19,7 +20,8 @@ from longctx.data.records.tokenizer import Spans, TokenArray, Tokenizer, TokenWe
 from longctx.errors import UserError
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """The same template in Jinja, for transformers."""
@@ -27,16 +29,19 @@ TEMPLATE_FILE = "chat_template.jinja"
 """File in which transformers looks for a chat template first."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TRAIN_ON = ("assistant", "last", "all")
-"""Parts of a conversation to train on: the assistant's turns, the last of these turns, or every token."""
+"""Parts of a conversation to train on: the assistant's turns, the last of these turns, or every
+token."""
 
 Message = dict[str, Any]
-"""`role`, `content` and other keys that a template may use, such as `tool_calls`; checked by `longctx.data.records.formats`."""
+"""`role`, `content` and other keys that a template may use, such as `tool_calls`; checked by
+`longctx.data.records.formats`."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning, of which a template knows one."""
 TEXTS = ("content", *REASONING)
 """Keys of a message whose value is a text, or a list of texts."""
 TOOLS_WAY_OUT = (
-    "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), or give such a template "
+    "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), or "
+    "give such a template "
     "with it (--chat-template FILE)"
 )
 
@@ -77,7 +82,8 @@ class Parts(str):
 
 
 def cut(spans: Spans, areas: Spans) -> list[tuple[int, int, float]]:
-    """Returns the spans, with their weights multiplied by those of the areas; spans of weight 0 are left out."""
+    """Returns the spans, with their weights multiplied by those of the areas; spans of weight 0 are
+    left out."""
     found = []
     for start, stop, weight in spans:
         for first, end, factor in areas:
@@ -101,32 +107,57 @@ def weighted_texts(message: Message) -> dict[str, Parts]:
 
 
 def trained_turns(
-    messages: Sequence[Message], first_trained: int, train_on: str, weights: Mapping[int, float] | None = None
+    messages: Sequence[Message],
+    first_trained: int,
+    train_on: str,
+    weights: Mapping[int, float] | None = None,
 ) -> list[int]:
-    """Returns the indices of the assistant's messages to train on, by the `weights` of some; raises ChatError if none are."""
+    """Returns the indices of the assistant's messages to train on, by the `weights` of some; raises
+    ChatError if none are."""
     weights = weights or {}
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_trained]
+    turns = [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant" and index >= first_trained
+    ]
     if train_on == "all":
         for index, weight in weights.items():
             what = f"weight {weight:g}" if weight else "no loss"
-            raise ChatError(f"message {index} has {what}, but --train-on all trains on every token: use assistant")
+            raise ChatError(
+                f"message {index} has {what}, but --train-on all trains on every token: use "
+                "assistant"
+            )
         for index, message in enumerate(messages):
             if weighted_texts(message):
                 what = "parts with a loss of their own"
-                raise ChatError(f"message {index} has {what}, but --train-on all trains on every token: use assistant")
+                raise ChatError(
+                    f"message {index} has {what}, but --train-on all trains on every token: use "
+                    "assistant"
+                )
         return turns
     if not turns:
-        raise ChatError("the conversation has no assistant message to train on: add one, or remove the conversation")
-    trained = [turn for turn in (turns[-1:] if train_on == "last" else turns) if weights.get(turn, 1)]
+        raise ChatError(
+            "the conversation has no assistant message to train on: add one, or remove the "
+            "conversation"
+        )
+    trained = [
+        turn for turn in (turns[-1:] if train_on == "last" else turns) if weights.get(turn, 1)
+    ]
     if not trained:
-        raise ChatError(f"message {turns[-1]} has no loss, but --train-on last trains on it alone: use assistant")
+        raise ChatError(
+            f"message {turns[-1]} has no loss, but --train-on last trains on it alone: use "
+            "assistant"
+        )
     return trained
 
 
 def check_role(index: int, role: str, template: str = "") -> None:
     """Raises ChatError for a role that neither is usual nor named in the Jinja template."""
     if role not in ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", template):
-        raise ChatError(f"message {index} has role {role!r}: it must be one of {', '.join(ROLES)}, or in the chat template")
+        raise ChatError(
+            f"message {index} has role {role!r}: it must be one of {', '.join(ROLES)}, or in the "
+            "chat template"
+        )
 
 
 class ChatML:
@@ -139,18 +170,32 @@ class ChatML:
     def _markers(self) -> tuple[dict[str, TokenArray], TokenArray, TokenArray]:
         """Start of a message by role, end of a message, and the line break after it."""
         encode = self._tokenizer.encode_markup
-        return {role: encode(f"<|im_start|>{role}\n") for role in ROLES}, encode("<|im_end|>"), encode("\n")
+        return (
+            {role: encode(f"<|im_start|>{role}\n") for role in ROLES},
+            encode("<|im_end|>"),
+            encode("\n"),
+        )
 
     @property
     def matches_rendering(self) -> bool:
-        """Whether `join` gives the tokens of the text that `CHATML` renders, checked with one short conversation.
+        """Whether `join` gives the tokens of the text that `CHATML` renders, checked with one short
+        conversation.
 
-        It does not if the tokenizer merges a marker with adjacent text, or begins every text with a space.
+        It does not if the tokenizer merges a marker with adjacent text, or begins every text with a
+        space.
         """
-        messages = [{"role": role, "content": content} for role, content in (("user", "Is it?"), ("assistant", "Yes."))]
+        messages = [
+            {"role": role, "content": content}
+            for role, content in (("user", "Is it?"), ("assistant", "Yes."))
+        ]
         contents = [self._tokenizer.encode(message["content"]) for message in messages]
-        rendered = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
-        return np.array_equal(self.join(messages, contents, ())[0], self._tokenizer.encode_markup(rendered))
+        rendered = "".join(
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in messages
+        )
+        return np.array_equal(
+            self.join(messages, contents, ())[0], self._tokenizer.encode_markup(rendered)
+        )
 
     def join(
         self,
@@ -162,11 +207,12 @@ class ChatML:
     ) -> tuple[TokenArray, TokenWeights]:
         """Joins the encoded `contents` of `messages`.
 
-        Returns token ids `[tokens]` and their weights as targets: messages with the indices `trained` have `weights`, or 1,
-        times those of the tokens of their content, `within` some messages.
-        The last token is a target if the end of the document that follows it shall be one.
-        Raises TokenizerError if the tokenizer lacks characters of the markers, as roles would be indistinguishable, and
-        ChatError for tool calls and other roles, which ChatML does not support.
+        Returns token ids `[tokens]` and their weights as targets: messages with the indices
+        `trained` have `weights`, or 1, times those of the tokens of their content, `within` some
+        messages. The last token is a target if the end of the document that follows it shall be
+        one. Raises TokenizerError if the tokenizer lacks characters of the markers, as roles would
+        be indistinguishable, and ChatError for tool calls and other roles, which ChatML does not
+        support.
         """
         heads, stop, newline = self._markers
         parts: list[TokenArray] = []
@@ -174,7 +220,9 @@ class ChatML:
         for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
             check_role(index, message["role"])
             if "tool_calls" in message:
-                raise ChatError(f"message {index} calls a tool, which ChatML does not support: {TOOLS_WAY_OUT}")
+                raise ChatError(
+                    f"message {index} calls a tool, which ChatML does not support: {TOOLS_WAY_OUT}"
+                )
             parts += [heads[message["role"]], content, stop, newline]
             closes = len(stop) > 1 and index == len(messages) - 1  # no single token ends a message
             weight = (weights or {}).get(index, 1.0) if index in trained else 0.0

@@ -1,6 +1,8 @@
-"""Fixed: what makes the text of a template, and the tokens of a text, the same on every day and by every call.
+"""Fixed: what makes the text of a template, and the tokens of a text, the same on every day and by
+every call.
 
-Templates may ask for the time of the rendering (`strftime_now`), which a date pins, and draw by chance; so may tokenizers.
+Templates may ask for the time of the rendering (`strftime_now`), which a date pins, and draw by
+chance; so may tokenizers.
 """
 
 import datetime
@@ -39,21 +41,27 @@ def parsed_date(date: str) -> datetime.date:
 
 
 def with_day(template: str, date: str | None) -> str:
-    """Returns a template for which it is always midnight of the date; None: it is refused where it asks for the time.
+    """Returns a template for which it is always midnight of the date; None: it is refused where it
+    asks for the time.
 
     Its first line is a macro of the name of the function.
     """
     if ASKS_THE_DAY not in template:
         return template
     if date is None:
-        return f"{{%- macro {ASKS_THE_DAY}(format) %}}{{{{ raise_exception({UNPINNED!r}) }}}}{{% endmacro -%}}\n{template}"
+        return (
+            f"{{%- macro {ASKS_THE_DAY}(format) %}}{{{{ raise_exception({UNPINNED!r}) }}}}{{% "
+            f"endmacro -%}}\n{template}"
+        )
     midnight = datetime.datetime.combine(parsed_date(date), datetime.time())
     codes = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _SHORT]
     values = {code: midnight.strftime(code) for code in codes}
     macro = (
         f"{{%- macro {ASKS_THE_DAY}(format) %}}{{% set day = namespace(text=format) %}}"
-        f"{{% for code, value in {values!r}.items() %}}{{% set day.text = day.text.replace(code, value) %}}{{% endfor %}}"
-        "{% if '%' in day.text %}{{ raise_exception('the format ' ~ format ~ ' of the time is not known') }}{% endif %}"
+        f"{{% for code, value in {values!r}.items() %}}{{% set day.text = day.text.replace(code, "
+        f"value) %}}{{% endfor %}}"
+        "{% if '%' in day.text %}{{ raise_exception('the format ' ~ format ~ ' of the time is not "
+        "known') }}{% endif %}"
         "{{ day.text }}{% endmacro -%}\n"
     )
     return macro + template
@@ -62,14 +70,17 @@ def with_day(template: str, date: str | None) -> str:
 def unpinned() -> TemplateError:
     """Returns the error of a template that asks for the day where none is pinned."""
     return TemplateError(
-        f"the chat template asks for the day ({ASKS_THE_DAY}), by which the store would differ tomorrow: give the day that "
-        "conversations shall have (--date YEAR-MONTH-DAY), or set the variable that the template takes for it, if it has one "
+        f"the chat template asks for the day ({ASKS_THE_DAY}), by which the store would differ "
+        "tomorrow: give the day that "
+        "conversations shall have (--date YEAR-MONTH-DAY), or set the variable that the template "
+        "takes for it, if it has one "
         "(--template-set date_string=..)"
     )
 
 
 def check_chance(template: str, environment: Any) -> None:
-    """Raises TemplateError for a template that draws by chance. What is no Jinja is refused where it is rendered."""
+    """Raises TemplateError for a template that draws by chance. What is no Jinja is refused where
+    it is rendered."""
     import jinja2
 
     try:
@@ -79,12 +90,14 @@ def check_chance(template: str, environment: Any) -> None:
     for name in _names(tree):
         if name in _CHANCE:
             raise TemplateError(
-                f"the chat template draws by chance ({name}): remove that from a copy of it (--chat-template FILE)"
+                f"the chat template draws by chance ({name}): remove that from a copy of it "
+                "(--chat-template FILE)"
             )
 
 
 def _names(tree: Any) -> Iterator[str]:
-    """Yields the filters and global functions of a template; a filter may also be named as a text: map('random')."""
+    """Yields the filters and global functions of a template; a filter may also be named as a text:
+    map('random')."""
     from jinja2 import nodes
 
     for each in tree.find_all(nodes.Filter):
@@ -98,26 +111,30 @@ def _names(tree: Any) -> Iterator[str]:
 
 
 def check_places(rendered: str, said: Iterable[str]) -> None:
-    """Raises TemplateError for a rendering with the place of an object in memory that no text of the conversation has."""
+    """Raises TemplateError for a rendering with the place of an object in memory that no text of
+    the conversation has."""
     if _PLACE not in rendered:
         return
     texts = list(said)
     for found in _OBJECT.findall(rendered):
         if not any(found in text for text in texts):
             raise TemplateError(
-                f"the chat template prints {found}, an object of Python that is elsewhere in each process: correct the "
+                f"the chat template prints {found}, an object of Python that is elsewhere in each "
+                "process: correct the "
                 "template (--chat-template FILE)"
             )
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raises TokenizerError for a BPE that leaves out merges by chance: each call would give a text other tokens.
+    """Raises TokenizerError for a BPE that leaves out merges by chance: each call would give a text
+    other tokens.
 
     A tokenizer.json says nothing of the sampling of Unigram.
     """
     dropout = json.loads(tokenizer.text)["model"].get("dropout")
     if dropout:
         raise TokenizerError(
-            f"the tokenizer draws by chance (dropout is {dropout} in the model of its tokenizer.json), so each preparation "
+            f"the tokenizer draws by chance (dropout is {dropout} in the model of its "
+            "tokenizer.json), so each preparation "
             "would give other tokens: set dropout to null there"
         )

@@ -1,4 +1,5 @@
-"""Loss flags: what messages, and the parts of their texts, say on their loss; each is obeyed or refused."""
+"""Loss flags: what messages, and the parts of their texts, say on their loss; each is obeyed or
+refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +11,18 @@ SWITCHES = ("train", "training", "loss")
 """Keys of a message or a part that switch its loss on or off."""
 LOSS_KEYS = ("weight", *SWITCHES)
 """Keys of a message or a part that say whether it has a loss."""
-UNCLEAR_LOSS_KEYS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
-EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
+UNCLEAR_LOSS_KEYS = (
+    "mask",
+    "masked",
+    "loss_mask",
+    "loss_scale",
+    "loss_weight",
+    "train_detail",
+    "training_detail",
+)
+EXPLICIT = (
+    "tools differ in what it means: write `train: true` or `train: false` into each message instead"
+)
 
 
 def has_flags(given: Mapping[str, Any]) -> bool:
@@ -19,11 +30,13 @@ def has_flags(given: Mapping[str, Any]) -> bool:
     return any(key in given for key in (*LOSS_KEYS, *UNCLEAR_LOSS_KEYS))
 
 
-def message_weights(messages: list[Message], first_trained: int) -> tuple[list[Message], dict[int, float]]:
+def message_weights(
+    messages: list[Message], first_trained: int
+) -> tuple[list[Message], dict[int, float]]:
     """Returns the messages without flags, and the weights of those that have another one than 1.
 
-    Parts with weights of their own keep them in their text. Raises ChatError for flags that are unclear, say opposite things,
-    or ask for a loss where there is none.
+    Parts with weights of their own keep them in their text. Raises ChatError for flags that are
+    unclear, say opposite things, or ask for a loss where there is none.
     """
     kept: list[Message] = []
     weights: dict[int, float] = {}
@@ -40,9 +53,14 @@ def message_weights(messages: list[Message], first_trained: int) -> tuple[list[M
         plain = {key: value for key, value in message.items() if key not in LOSS_KEYS}
         for key in TEXTS:
             if isinstance(plain.get(key), Parts):
-                plain[key] = _weighted(f"message {index}, of role {message['role']}", key, plain[key], never)
+                plain[key] = _weighted(
+                    f"message {index}, of role {message['role']}", key, plain[key], never
+                )
                 if not all(is_weight(weight * own) for own in plain[key].weights):
-                    raise ChatError(f"{where} parts and weights whose product float32 does not hold: use weights near 1")
+                    raise ChatError(
+                        f"{where} parts and weights whose product float32 does not hold: use "
+                        "weights near 1"
+                    )
         if _says_nothing(plain):
             weight = 0.0
         if weight != 1:
@@ -53,13 +71,20 @@ def message_weights(messages: list[Message], first_trained: int) -> tuple[list[M
 
 def _weighted(where: str, key: str, text: Parts, never: str) -> Parts:
     """Returns a text whose parts have their weights, and no flags."""
-    weights = [_weight(f"{where}, part {number} of its {key}, has", part, never) for number, part in enumerate(text.parts)]
-    plain = [{name: value for name, value in part.items() if name not in LOSS_KEYS} for part in text.parts]
+    weights = [
+        _weight(f"{where}, part {number} of its {key}, has", part, never)
+        for number, part in enumerate(text.parts)
+    ]
+    plain = [
+        {name: value for name, value in part.items() if name not in LOSS_KEYS}
+        for part in text.parts
+    ]
     return Parts.of(plain, weights)
 
 
 def _weight(where: str, given: Mapping[str, Any], never: str) -> float:
-    """Returns the weight that a message or a part asks for; `never`: why it must not ask for a loss, if so."""
+    """Returns the weight that a message or a part asks for; `never`: why it must not ask for a
+    loss, if so."""
     weight = 1.0
     for key, value in given.items():
         if key in UNCLEAR_LOSS_KEYS:
@@ -68,7 +93,9 @@ def _weight(where: str, given: Mapping[str, Any], never: str) -> float:
             continue
         if value not in (0, 1) and not (key == "weight" and is_weight(value)):
             rule = "; only a `weight` may be any number from 0 that float32 holds"
-            raise ChatError(f"{where} `{key}` {value!r}: it must be 0 or false for no loss, or 1 or true{rule}")
+            raise ChatError(
+                f"{where} `{key}` {value!r}: it must be 0 or false for no loss, or 1 or true{rule}"
+            )
         if value and never:
             raise ChatError(f"{where} `{key}` {value!r}, but {never}: remove the key")
         weight *= value

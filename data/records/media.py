@@ -1,6 +1,7 @@
 """Media: texts with the mark of an image, a video or a sound, in records with a key for such files.
 
-A text on `<image>` is a text. Beside a key for images, even an empty one, the mark stands for an image that is not read.
+A text on `<image>` is a text. Beside a key for images, even an empty one, the mark stands for an
+image that is not read.
 """
 
 import re
@@ -13,12 +14,15 @@ _KEYS = {
 }
 """Words in the names of keys for files."""
 _KINDS = "image|img|vision|video|audio|speech|sound"
-_MARK = re.compile(rf"<\|?/?(\w+_)?({_KINDS})[\w ]*\|?>|\[/?(IMG|IMAGE|VIDEO|AUDIO)(_\w+)?\]", re.IGNORECASE)
+_MARK = re.compile(
+    rf"<\|?/?(\w+_)?({_KINDS})[\w ]*\|?>|\[/?(IMG|IMAGE|VIDEO|AUDIO)(_\w+)?\]", re.IGNORECASE
+)
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 
 def mark_beside(record: Mapping[str, Any], texts: Iterable[str]) -> tuple[str, str] | None:
-    """Returns a mark in one of the texts, and a key of the record for files; None: it does not have both."""
+    """Returns a mark in one of the texts, and a key of the record for files; None: it does not have
+    both."""
     for key in record:
         if any(word.lower() in _KEYS for word in _WORD.findall(key)):
             marks = filter(None, map(_MARK.search, texts))

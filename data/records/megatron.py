@@ -1,12 +1,16 @@
-"""Megatron: documents of token ids in the two files of Megatron-LM's indexed data sets, NAME.bin and NAME.idx.
+"""Megatron: documents of token ids in the two files of Megatron-LM's indexed data sets, NAME.bin
+and NAME.idx.
 
-The .bin file is all tokens; the .idx file says where sequences and documents are, in little-endian numbers:
+The .bin file is all tokens; the .idx file says where sequences and documents are, in little-endian
+numbers:
 
-    "MMIDIDX" and two zero bytes, version 1 (uint64), code of the tokens' type (uint8), number of sequences (uint64), number of
-    document indices (uint64), tokens of every sequence (int32), first byte of every sequence (int64), document indices (int64)
+    "MMIDIDX" and two zero bytes, version 1 (uint64), code of the tokens' type (uint8), number of
+    sequences (uint64), number of document indices (uint64), tokens of every sequence (int32), first
+    byte of every sequence (int64), document indices (int64)
 
-Document indices are the first sequence of every document, and the number of sequences. A mode of every sequence (int8), which
-multimodal data sets have, may follow (Megatron-LM, megatron/core/datasets/indexed_dataset.py).
+Document indices are the first sequence of every document, and the number of sequences. A mode of
+every sequence (int8), which multimodal data sets have, may follow (Megatron-LM,
+megatron/core/datasets/indexed_dataset.py).
 """
 
 import struct
@@ -23,29 +27,49 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def read_megatron(index: Path) -> Iterator[npt.NDArray[Any]]:
-    """Yields the tokens of every document. Raises ValueError if the files are not what they should be."""
+    """Yields the tokens of every document. Raises ValueError if the files are not what they should
+    be."""
     content, tokens = index.read_bytes(), index.with_suffix(".bin")
     if len(content) < HEAD.size or not content.startswith(MAGIC):
         raise ValueError("it does not begin as Megatron's .idx files")
     _, version, code, sequences, documents = HEAD.unpack_from(content)
     if version != 1 or code not in TYPES:
-        raise ValueError(f"it has version {version} and type {code} of tokens; only version 1 and whole numbers can be read")
-    kind, sizes = np.dtype(TYPES[code]), HEAD.size + sequences * np.array([0, 4, 12, 13]) + documents * np.array([0, 0, 8, 8])
+        raise ValueError(
+            f"it has version {version} and type {code} of tokens; only version 1 and whole numbers "
+            "can be read"
+        )
+    kind, sizes = (
+        np.dtype(TYPES[code]),
+        HEAD.size + sequences * np.array([0, 4, 12, 13]) + documents * np.array([0, 0, 8, 8]),
+    )
     if len(content) == sizes[3] != sizes[2]:
         raise ValueError("its sequences have modes: only text is supported")
     if len(content) != sizes[2]:
         raise ValueError(
-            f"it has {len(content):,} bytes, but {sequences:,} sequences and {documents:,} indices need {sizes[2]:,}"
+            f"it has {len(content):,} bytes, but {sequences:,} sequences and {documents:,} indices "
+            f"need {sizes[2]:,}"
         )
     lengths = np.frombuffer(content, "<i4", sequences, HEAD.size).astype(np.int64)
     starts = np.frombuffer(content, "<i8", sequences, int(sizes[1]))
     firsts = np.frombuffer(content, "<i8", documents, HEAD.size + 12 * sequences)
-    in_order = len(firsts) and firsts[0] == 0 and firsts[-1] == sequences and (np.diff(firsts) >= 0).all()
+    in_order = (
+        len(firsts) and firsts[0] == 0 and firsts[-1] == sequences and (np.diff(firsts) >= 0).all()
+    )
     size = tokens.stat().st_size
-    if not in_order or (lengths < 0).any() or (starts < 0).any() or (starts + lengths * kind.itemsize > size).any():
-        raise ValueError(f"its documents are not in order, or end after the {size:,} bytes of {tokens.name}")
+    if (
+        not in_order
+        or (lengths < 0).any()
+        or (starts < 0).any()
+        or (starts + lengths * kind.itemsize > size).any()
+    ):
+        raise ValueError(
+            f"its documents are not in order, or end after the {size:,} bytes of {tokens.name}"
+        )
     data = np.memmap(tokens, np.uint8, "r") if size else np.zeros(0, np.uint8)
     for first, stop in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
         places = range(first, stop)
-        parts = [data[starts[place] : starts[place] + lengths[place] * kind.itemsize].view(kind) for place in places]
+        parts = [
+            data[starts[place] : starts[place] + lengths[place] * kind.itemsize].view(kind)
+            for place in places
+        ]
         yield np.concatenate(parts) if parts else np.zeros(0, kind)

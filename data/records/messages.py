@@ -1,4 +1,5 @@
-"""Messages of conversations in the forms that data sets have: checked, with the usual roles, texts and tool calls."""
+"""Messages of conversations in the forms that data sets have: checked, with the usual roles, texts
+and tool calls."""
 
 import json
 import re
@@ -15,7 +16,9 @@ CALLS = ("function_call", "tool_call")
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", *CALLS), "assistant"),
-    **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
+    **dict.fromkeys(
+        ("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"
+    ),
     "system": "system",
     "developer": "developer",
 }
@@ -34,23 +37,36 @@ class FormatError(UserError):
 
 
 def parse_messages(value: Any, key: str = "messages") -> list[Message]:
-    """Checks a list of messages and normalizes it for templates: roles to the usual names, contents to text.
+    """Checks a list of messages and normalizes it for templates: roles to the usual names, contents
+    to text.
 
     Raises ChatError naming the message (from 0) and the rule.
     """
     value = json_in(f"`{key}`", value)
     if not isinstance(value, list) or not value:
-        raise ChatError(f"`{key}` is {shortened(repr(value), 80)}: it must be a list with at least one message")
+        raise ChatError(
+            f"`{key}` is {shortened(repr(value), 80)}: it must be a list with at least one message"
+        )
     return [_message(index, item) for index, item in enumerate(value)]
 
 
 def _message(index: int, item: Any) -> Message:
-    given = {key: value for key, value in item.items() if value is not None} if isinstance(item, dict) else {}
+    given = (
+        {key: value for key, value in item.items() if value is not None}
+        if isinstance(item, dict)
+        else {}
+    )
     names = {name: key for name, key in SHAREGPT.items() if key not in given}
     message = {names.get(key, key): value for key, value in given.items()}
     role = message.get("role")
-    if not isinstance(role, str) or not role or ("role" not in given and role.lower() not in SPEAKERS):
-        raise ChatError(f"message {index} has role {role!r}: it must be one of {', '.join(SPEAKERS)}")
+    if (
+        not isinstance(role, str)
+        or not role
+        or ("role" not in given and role.lower() not in SPEAKERS)
+    ):
+        raise ChatError(
+            f"message {index} has role {role!r}: it must be one of {', '.join(SPEAKERS)}"
+        )
     message["role"] = SPEAKERS.get(role.lower(), role)
     for key in TEXTS:
         if isinstance(message.get(key), list):
@@ -58,11 +74,16 @@ def _message(index: int, item: Any) -> Message:
     for key in REASONING:
         if not isinstance(message.get(key, ""), str):
             what = shortened(repr(message[key]), 80)
-            raise ChatError(f"message {index} has the {key} {what}: it must be a text, or a list of texts")
+            raise ChatError(
+                f"message {index} has the {key} {what}: it must be a text, or a list of texts"
+            )
     content = message.get("content")
     if role.lower() in CALLS and isinstance(content, str):
         if isinstance(content, Parts) and any(map(has_flags, content.parts)):
-            raise ChatError(f"message {index} is a tool call of which a part says whether it has a loss: say it of the message")
+            raise ChatError(
+                f"message {index} is a tool call of which a part says whether it has a loss: say "
+                "it of the message"
+            )
         calls = json_in(f"the tool call of message {index}", message.pop("content"))
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
     elif message.get("function_call") and not message.get("tool_calls"):
@@ -70,13 +91,19 @@ def _message(index: int, item: Any) -> Message:
     calls = message.get("tool_calls")
     if calls:
         if message["role"] != "assistant" or not isinstance(calls, list):
-            raise ChatError(f"message {index} has `tool_calls`: they must be a list, in a message of the assistant")
-        message["tool_calls"] = [_call(f"message {index}, tool call {number}", call) for number, call in enumerate(calls)]
+            raise ChatError(
+                f"message {index} has `tool_calls`: they must be a list, in a message of the "
+                "assistant"
+            )
+        message["tool_calls"] = [
+            _call(f"message {index}, tool call {number}", call) for number, call in enumerate(calls)
+        ]
     else:
         message.pop("tool_calls", None)
     if not isinstance(message.get("content", None if not calls else ""), str):
         raise ChatError(
-            f"message {index} has the content {shortened(repr(content), 80)}: it must be a text; write an object as its JSON"
+            f"message {index} has the content {shortened(repr(content), 80)}: it must be a text; "
+            "write an object as its JSON"
         )
     return message
 
@@ -97,15 +124,27 @@ def _joined(index: int, key: str, given: list[Any]) -> Parts:
 def _call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ChatError(f'{where} must be an object such as {{"function": {{"name": .., "arguments": {{..}}}}}}')
+        raise ChatError(
+            f'{where} must be an object such as {{"function": {{"name": .., "arguments": {{..}}}}}}'
+        )
     if has_flags(call) or has_flags(function):
-        raise ChatError(f"{where} says whether it has a loss: say it of the message, and write other calls into another one")
+        raise ChatError(
+            f"{where} says whether it has a loss: say it of the message, and write other calls "
+            "into another one"
+        )
     arguments = function.get("arguments", {})
     parsed = parse_arguments(where, arguments)
     if not isinstance(parsed, dict):
-        raise ChatError(f"{where} has arguments of type {type(parsed).__name__}: they must be an object, or its JSON")
+        raise ChatError(
+            f"{where} has arguments of type {type(parsed).__name__}: they must be an object, or "
+            "its JSON"
+        )
     function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+    return (
+        {**call, "function": function}
+        if "function" in call
+        else {"type": "function", "function": function}
+    )
 
 
 def parse_arguments(where: str, arguments: Any) -> Any:
@@ -116,7 +155,8 @@ def parse_arguments(where: str, arguments: Any) -> Any:
 
 
 def leaves(value: Any, but: str | None = None) -> Iterator[str]:
-    """Yields every text in a JSON value, keys of objects excluded, and the values of the key `but`."""
+    """Yields every text in a JSON value, keys of objects excluded, and the values of the key
+    `but`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -135,7 +175,8 @@ def json_in(what: str, text: Any) -> Any:
 
 
 def listed(what: str, value: Any) -> Any:
-    """Returns the messages that a text called `what` is in JSON; any other value as it is. Raises ChatError for no JSON."""
+    """Returns the messages that a text called `what` is in JSON; any other value as it is. Raises
+    ChatError for no JSON."""
     if not isinstance(value, str) or not _OBJECTS.fullmatch(value):
         return value
     try:
@@ -145,16 +186,27 @@ def listed(what: str, value: Any) -> Any:
             raise
         return value
     each = items if isinstance(items, list) else [items]
-    return items if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in each) else value
+    return (
+        items
+        if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in each)
+        else value
+    )
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is wrong with it."""
+    """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is
+    wrong with it."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        way_out = "; write it in JSON, not as Python or numpy prints it" if text[error.pos : error.pos + 1] == "'" else ""
-        raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{way_out}") from error
+        way_out = (
+            "; write it in JSON, not as Python or numpy prints it"
+            if text[error.pos : error.pos + 1] == "'"
+            else ""
+        )
+        raise FormatError(
+            f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{way_out}"
+        ) from error
     except RecursionError as error:
         raise FormatError("not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:  # of `_object`, or Python's limit on digits
@@ -163,8 +215,12 @@ def parse_json(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON. Raises FormatError for a key that it has twice, of which one would be lost."""
+    """Returns an object of JSON. Raises FormatError for a key that it has twice, of which one would
+    be lost."""
     if len(value := dict(pairs)) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise FormatError(f"not JSON with one meaning: an object has the key {twice!r} twice: remove one of the two")
+        raise FormatError(
+            f"not JSON with one meaning: an object has the key {twice!r} twice: remove one of the "
+            "two"
+        )
     return value

@@ -1,17 +1,19 @@
-"""Nulls: members of objects that only a table has added, as other records have them, and what else Arrow changes in values.
+"""Nulls: members of objects that only a table has added, as other records have them, and what else
+Arrow changes in values.
 
-A table gives every object at one place of its records (the arguments of all calls, say) the members of all of them, null where
-a record does not have them. A null that the record itself says stays:
+A table gives every object at one place of its records (the arguments of all calls, say) the members
+of all of them, null where a record does not have them. A null that the record itself says stays:
 
-- in a table of Arrow, a null is added if its column has a type, so that some record has, or may have, a value there;
-- in JSON, also as text in a column, it is added if all objects at each place have the same keys, in all records of the file,
-  and one of them, also in another such file, has a value for this key. Where people or programs wrote the objects, keys differ:
-  a question calls no tool.
+- in a table of Arrow, a null is added if its column has a type, so that some record has, or may
+  have, a value there;
+- in JSON, also as text in a column, it is added if all objects at each place have the same keys, in
+  all records of the file, and one of them, also in another such file, has a value for this key.
+  Where people or programs wrote the objects, keys differ: a question calls no tool.
 
-Whatever wrote it, a null is no property of a tool, and no argument that the called tool does not have: these are left out, too.
-All that are left out, and all that stay in tools and arguments, are counted. Null elements of lists, and texts in JSON within
-messages (such as arguments of calls), stay as they are. A null member of a message itself says nothing, and is ignored wherever
-it stands.
+Whatever wrote it, a null is no property of a tool, and no argument that the called tool does not
+have: these are left out, too. All that are left out, and all that stay in tools and arguments, are
+counted. Null elements of lists, and texts in JSON within messages (such as arguments of calls),
+stay as they are. A null member of a message itself says nothing, and is ignored wherever it stands.
 """
 
 from collections import Counter
@@ -37,9 +39,11 @@ Convert = Callable[[Any, Counter[str]], Any]
 
 
 def rows(batch: Any) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
-    """Yields the values of each row of a batch of Arrow, and by column how many null members are left out.
+    """Yields the values of each row of a batch of Arrow, and by column how many null members are
+    left out.
 
-    Values of the type Json are decoded, and maps are objects. Raises FormatError for what is not JSON.
+    Values of the type Json are decoded, and maps are objects. Raises FormatError for what is not
+    JSON.
     """
     converters = {column.name: _converter(column.type, column.name, 0) for column in batch.schema}
     changed = {name: convert for name, convert in converters.items() if convert is not None}
@@ -52,7 +56,8 @@ def rows(batch: Any) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
 
 
 def _converter(kind: Any, column: str, depth: int) -> Convert | None:
-    """Returns what converts values of a type of Arrow in a column; None: they stay. `depth`: objects that contain them."""
+    """Returns what converts values of a type of Arrow in a column; None: they stay. `depth`:
+    objects that contain them."""
     import pyarrow
     from pyarrow import types
 
@@ -66,7 +71,11 @@ def _converter(kind: Any, column: str, depth: int) -> Convert | None:
         convert = _converter(kind.item_type, column, depth + 1)
         return lambda value, added: {key: _converted(item, convert, added) for key, item in value}
     inner = _converter(kind.value_type, column, depth) if hasattr(kind, "value_type") else None
-    return None if inner is None else lambda value, added: [_converted(item, inner, added) for item in value]
+    return (
+        None
+        if inner is None
+        else lambda value, added: [_converted(item, inner, added) for item in value]
+    )
 
 
 def _converted(value: Any, convert: Convert | None, added: Counter[str]) -> Any:
@@ -111,7 +120,8 @@ class _Place:
 
 
 class AddedMembers:
-    """Null members that a table has added to the JSON of a file, as its records show, and those of files of the same table.
+    """Null members that a table has added to the JSON of a file, as its records show, and those of
+    files of the same table.
 
     `together`: the objects of all columns are of one table, or of none.
     """
@@ -133,12 +143,15 @@ class AddedMembers:
                 if not _see(_parsed(name, record[name]), self._columns[name]):
                     del self._columns[name]
             if together and not objects <= self._columns.keys():
-                self._columns = {name: place for name, place in self._columns.items() if name not in objects}
+                self._columns = {
+                    name: place for name, place in self._columns.items() if name not in objects
+                }
             if not self._columns:
                 break
 
     def join(self, other: "AddedMembers") -> None:
-        """Takes the columns of another file to be of one table with those of this one, if their objects have the same keys."""
+        """Takes the columns of another file to be of one table with those of this one, if their
+        objects have the same keys."""
         for name in self._columns.keys() & other._columns.keys():
             if _alike(self._columns[name], other._columns[name]):
                 _join(other._columns[name], self._columns[name])
@@ -149,7 +162,9 @@ class AddedMembers:
         values = dict(record)
         added = Counter[str]()
         for name, place in self._columns.items():
-            kept, count = _without(_parsed(name, record.get(name)), place, 1 if name in MESSAGES else 0)
+            kept, count = _without(
+                _parsed(name, record.get(name)), place, 1 if name in MESSAGES else 0
+            )
             if count:
                 values[name], added[name] = kept, count
         return values, added
@@ -177,7 +192,8 @@ def _members_of(value: Any) -> Iterator[Any]:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Returns the lists and objects of a column, also where a text in JSON says them; None: it has none.
+    """Returns the lists and objects of a column, also where a text in JSON says them; None: it has
+    none.
 
     A text of a prompt or an answer stays one, unless it says messages.
     """
@@ -196,7 +212,8 @@ def _has_null(value: Any) -> bool:
 
 
 def _see(value: Any, place: _Place) -> bool:
-    """Adds a value to what is known of its place. Returns whether its objects have the keys of the others there."""
+    """Adds a value to what is known of its place. Returns whether its objects have the keys of the
+    others there."""
     if isinstance(value, list):
         inner = place.within.setdefault("", _Place())
         return all(_see(item, inner) for item in value)
@@ -209,16 +226,22 @@ def _see(value: Any, place: _Place) -> bool:
     for key, member in value.items():
         if member is not None:
             place.given.add(key)
-            if isinstance(member, list | dict) and not _see(member, place.within.setdefault(f".{key}", _Place())):
+            if isinstance(member, list | dict) and not _see(
+                member, place.within.setdefault(f".{key}", _Place())
+            ):
                 return False
     return True
 
 
 def _alike(one: _Place, other: _Place) -> bool:
-    """Returns whether objects at two places, and at all places within, have the same keys, where there are some."""
+    """Returns whether objects at two places, and at all places within, have the same keys, where
+    there are some."""
     if one.keys is not None and other.keys is not None and one.keys != other.keys:
         return False
-    return all(_alike(one.within[key], other.within[key]) for key in one.within.keys() & other.within.keys())
+    return all(
+        _alike(one.within[key], other.within[key])
+        for key in one.within.keys() & other.within.keys()
+    )
 
 
 def _join(place: _Place, more: _Place) -> None:
@@ -230,7 +253,8 @@ def _join(place: _Place, more: _Place) -> None:
 
 
 def _without(value: Any, place: _Place, above: int) -> tuple[Any, int]:
-    """Returns a value without added members, and their number; objects that fewer than `above` objects contain keep theirs."""
+    """Returns a value without added members, and their number; objects that fewer than `above`
+    objects contain keep theirs."""
     count = 0
     if isinstance(value, list):
         inner = place.within.get("", _Place())
@@ -262,7 +286,8 @@ _FREE = ("default", "const", "examples", "example", "enum")
 def without_impossible(
     messages: list[Message], tools: list[Any] | None
 ) -> tuple[list[Message], list[Any] | None, Counter[str]]:
-    """Returns a conversation without null properties of tools, and null arguments of calls that the called tool does not have.
+    """Returns a conversation without null properties of tools, and null arguments of calls that the
+    called tool does not have.
 
     Also what is left out, and what stays, with counts.
     """
@@ -297,11 +322,15 @@ def _schema(value: Any, counts: Counter[str], key: str = "") -> Any:
             continue
         if member is None:
             counts["null members of tools, which stay"] += 1
-        members[name] = member if name in _FREE and key != "properties" else _schema(member, counts, name)
+        members[name] = (
+            member if name in _FREE and key != "properties" else _schema(member, counts, name)
+        )
     return members
 
 
-def _possible(call: dict[str, Any], properties: Mapping[str, set[str]], counts: Counter[str]) -> dict[str, Any]:
+def _possible(
+    call: dict[str, Any], properties: Mapping[str, set[str]], counts: Counter[str]
+) -> dict[str, Any]:
     """Returns a tool call without null arguments that the tool does not have."""
     function = call["function"]
     arguments = function["arguments"]

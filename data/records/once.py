@@ -1,8 +1,9 @@
 """Once: of the files of a folder, those that are data, each read once.
 
-Left out, by name and count: what a program has not finished, or keeps for itself; links to files, and copies of records, that
-are read; compressed records beside the same ones as they are. Refused: pointers without their data, tables of which only a log
-tells the current files, and shards of two versions. Told: shards that are missing, and records in two formats.
+Left out, by name and count: what a program has not finished, or keeps for itself; links to files,
+and copies of records, that are read; compressed records beside the same ones as they are. Refused:
+pointers without their data, tables of which only a log tells the current files, and shards of two
+versions. Told: shards that are missing, and records in two formats.
 """
 
 import hashlib
@@ -11,7 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from longctx.data.records.readers import COMPRESSED, MEGATRON, READERS, CorpusError, ending_of, lines
+from longctx.data.records.readers import (
+    COMPRESSED,
+    MEGATRON,
+    READERS,
+    CorpusError,
+    ending_of,
+    lines,
+)
 from longctx.pointers import DVC, complaint, missing_of_dvc, pointer
 
 NAMED = 3
@@ -22,9 +30,13 @@ _ICEBERG = ".metadata.json"
 _PARTLY = {"tmp", "incomplete", "inprogress", "partial", "unfinished", "crdownload"}
 _ENDINGS = {*_PARTLY, "part", "temp", "aria2", "lock", "swp"}
 _FOLDERS = {"_temporary", "_tmp", "_spark_metadata", "__macosx", "$recycle.bin", "lost+found"}
-_OF_WRITERS = re.compile(r"_SUCCESS|_(common_)?metadata|_(started|committed)_\w+|.*_\$folder\$|~\$.*|#.*#|.*~")
+_OF_WRITERS = re.compile(
+    r"_SUCCESS|_(common_)?metadata|_(started|committed)_\w+|.*_\$folder\$|~\$.*|#.*#|.*~"
+)
 _CACHES = re.compile(r"cache-\w+\.arrow|tmp[a-z0-9_]{8}(\.arrow)?")
-_SHARD = re.compile(r"(?P<head>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})(-[0-9a-f]{6,})?(?P<rest>(?!.*-of-\d)(\D.*)?)")
+_SHARD = re.compile(
+    r"(?P<head>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})(-[0-9a-f]{6,})?(?P<rest>(?!.*-of-\d)(\D.*)?)"
+)
 
 
 def named(what: str, files: Sequence[Path], root: Path) -> str:
@@ -34,34 +46,43 @@ def named(what: str, files: Sequence[Path], root: Path) -> str:
 
 
 def check_pointers(files: Iterable[Path]) -> None:
-    """Raises CorpusError for files to read that are pointers, and for pointers of DVC without their data."""
+    """Raises CorpusError for files to read that are pointers, and for pointers of DVC without their
+    data."""
     files = list(files)
     read = [file for file in files if file.suffix.lower() != ".dvc"]
     if said := complaint(read):
         raise CorpusError(said)
     for file in files:
-        if file.suffix.lower() == ".dvc" and pointer(file) == DVC and (missing := missing_of_dvc(file)):
+        if (
+            file.suffix.lower() == ".dvc"
+            and pointer(file) == DVC
+            and (missing := missing_of_dvc(file))
+        ):
             names = ", ".join(map(str, missing[:NAMED]))
             raise CorpusError(
-                f"{file} is a pointer of DVC, and {names} is not there: get the data with `{DVC.command}`, or remove it"
+                f"{file} is a pointer of DVC, and {names} is not there: get the data with "
+                f"`{DVC.command}`, or remove it"
             )
 
 
 def check_tables(folder: Path, folders: Iterable[str], names: Iterable[str]) -> None:
-    """Raises CorpusError for the folder of a table that has files of earlier versions among its current ones."""
+    """Raises CorpusError for the folder of a table that has files of earlier versions among its
+    current ones."""
     kinds = [LOGS[name] for name in folders if name in LOGS]
     if folder.name == "metadata" and any(name.endswith(_ICEBERG) for name in names):
         kinds.append("Iceberg")
         folder = folder.parent
     for kind in kinds:
         raise CorpusError(
-            f"{folder} is a table of {kind}, of which only its log tells which files are current: write the current version "
+            f"{folder} is a table of {kind}, of which only its log tells which files are current: "
+            "write the current version "
             "as Parquet files into a folder of its own"
         )
 
 
 def finished(files: Sequence[Path], root: Path, not_read: Counter[str]) -> list[Path]:
-    """Returns the files without those that a program has not finished, or keeps for itself. Counts these in `not_read`."""
+    """Returns the files without those that a program has not finished, or keeps for itself. Counts
+    these in `not_read`."""
     groups: dict[str, list[Path]] = {}
     kept = []
     for file in files:
@@ -94,9 +115,11 @@ def _is_unfinished(name: str) -> bool:
 
 
 def once(files: Sequence[Path], root: Path, not_read: Counter[str], *, as_text: bool) -> list[Path]:
-    """Returns the files without those that have the same content as another one. Counts these in `not_read`.
+    """Returns the files without those that have the same content as another one. Counts these in
+    `not_read`.
 
-    Texts may be the same, but not the same file. Raises CorpusError for compressed records that differ from those as they are.
+    Texts may be the same, but not the same file. Raises CorpusError for compressed records that
+    differ from those as they are.
     """
     links = _links(files)
     kept = [file for file in files if file not in links]
@@ -128,7 +151,8 @@ def _links(files: Sequence[Path]) -> set[Path]:
 
 
 def _packed(records: Sequence[Path]) -> set[Path]:
-    """Returns compressed files of the same records as another file of the same name, but for the compression."""
+    """Returns compressed files of the same records as another file of the same name, but for the
+    compression."""
     names: dict[str, list[Path]] = {}
     for file in records:
         names.setdefault(_unpacked_name(file), []).append(file)
@@ -145,7 +169,8 @@ def _packed(records: Sequence[Path]) -> set[Path]:
             beside = [other for other in read.values() if other.parent == file.parent]
             if beside:
                 raise CorpusError(
-                    f"{file} and {beside[0]} have the same name but for the compression, and different records: remove the one "
+                    f"{file} and {beside[0]} have the same name but for the compression, and "
+                    "different records: remove the one "
                     "that is out of date, or rename it"
                 )
             read[digest] = file
@@ -195,7 +220,8 @@ def _digest(file: Path) -> str:
 
 
 def told(files: Sequence[Path], root: Path) -> dict[str, int]:
-    """Returns what to know of files that are read, with counts. Raises CorpusError for shards of two versions."""
+    """Returns what to know of files that are read, with counts. Raises CorpusError for shards of
+    two versions."""
     return _missing_shards(files) | _in_two_formats(files, root)
 
 
@@ -207,23 +233,34 @@ def _missing_shards(files: Sequence[Path]) -> dict[str, int]:
         if found is None or ending_of(file) not in READERS or file.suffix.lower() == MEGATRON[1]:
             continue
         number, total = int(found["number"]), int(found["total"])
-        known = sets.setdefault((file.parent, found["head"], found["rest"]), {}).setdefault(total, {})
+        known = sets.setdefault((file.parent, found["head"], found["rest"]), {}).setdefault(
+            total, {}
+        )
         if number in known:
             raise CorpusError(
-                f"{known[number]} and {file} are the same shard in two versions: remove the one that is out of date"
+                f"{known[number]} and {file} are the same shard in two versions: remove the one "
+                "that is out of date"
             )
         known[number] = file
     missing: dict[str, int] = {}
     for (folder, head, rest), totals in sets.items():
         if len(totals) > 1:
-            several = " and ".join(f"{total:,} ({min(each.values()).name})" for total, each in sorted(totals.items()))
-            raise CorpusError(f"{folder} has shards {head}*{rest} of {several}: remove those that are out of date")
+            several = " and ".join(
+                f"{total:,} ({min(each.values()).name})" for total, each in sorted(totals.items())
+            )
+            raise CorpusError(
+                f"{folder} has shards {head}*{rest} of {several}: remove those that are out of date"
+            )
         for total, present in totals.items():
             first = int(total in present)  # some writers count from 1
             absent = [number for number in range(first, first + total) if number not in present]
             if absent:
-                names = ", ".join(f"{number:05d}" for number in absent[:NAMED]) + (", .." if len(absent) > NAMED else "")
-                missing[f"shards of {head}*-of-{total:05d}{rest} that are not there: {names}"] = len(absent)
+                names = ", ".join(f"{number:05d}" for number in absent[:NAMED]) + (
+                    ", .." if len(absent) > NAMED else ""
+                )
+                missing[f"shards of {head}*-of-{total:05d}{rest} that are not there: {names}"] = (
+                    len(absent)
+                )
     return missing
 
 

@@ -1,7 +1,7 @@
 """Readers: the records of one file or data set, by its ending.
 
-Of tables, they read the columns that a format needs; `text_column` is that of the text, if given. Errors name file and line,
-row or record.
+Of tables, they read the columns that a format needs; `text_column` is that of the text, if given.
+Errors name file and line, row or record.
 """
 
 import csv
@@ -49,7 +49,8 @@ class Record(NamedTuple):
 
 
 def read_text(file: Path) -> str | None:
-    """Returns the text, or None if the file is not UTF-8 text. A NUL byte is valid UTF-8, but indicates a binary file."""
+    """Returns the text, or None if the file is not UTF-8 text. A NUL byte is valid UTF-8, but
+    indicates a binary file."""
     content = file.read_bytes()
     if b"\0" in content:
         return None
@@ -60,7 +61,8 @@ def read_text(file: Path) -> str | None:
 
 
 def ending_of(file: Path) -> str:
-    """Returns the ending that decides how a file is read, in lower case: of compressed records, that before .gz or .zst.
+    """Returns the ending that decides how a file is read, in lower case: of compressed records,
+    that before .gz or .zst.
 
     A .bin file is only read beside the .idx file that describes it.
     """
@@ -80,15 +82,20 @@ def lines(file: Path) -> Iterator[bytes]:
     import pyarrow
 
     try:
-        with io.BufferedReader(pyarrow.input_stream(str(file), COMPRESSED[file.suffix.lower()]), 1 << 20) as stream:
+        with io.BufferedReader(
+            pyarrow.input_stream(str(file), COMPRESSED[file.suffix.lower()]), 1 << 20
+        ) as stream:
             yield from stream
     except OSError as error:
-        raise CorpusError(f"{file} is damaged, or not compressed as its ending says: {error}; write it again") from error
+        raise CorpusError(
+            f"{file} is damaged, or not compressed as its ending says: {error}; write it again"
+        ) from error
 
 
 def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     for number, line in enumerate(lines(file), start=1):
-        text = _decoded(line, f"{file}:{number}")  # of several files in a row, each may begin with a byte-order mark
+        # Of several files in a row, each may begin with a byte-order mark.
+        text = _decoded(line, f"{file}:{number}")
         if not text.strip():
             continue
         try:
@@ -106,7 +113,8 @@ def _read_json(file: Path, name: str, text_column: str | None) -> Iterator[Recor
     try:
         content = parse_json(text)
     except FormatError as error:
-        first = next((line for line in text.split("\n") if line.strip()), "")  # JSON may contain other line breaks
+        # JSON may contain other line breaks.
+        first = next((line for line in text.split("\n") if line.strip()), "")
         try:
             parse_json(first)
         except FormatError:
@@ -117,23 +125,37 @@ def _read_json(file: Path, name: str, text_column: str | None) -> Iterator[Recor
     if isinstance(content, dict):
         content, others = _records_in(content, text_column, file)
     if not isinstance(content, list):
-        raise CorpusError(f"{file} is a {type(content).__name__}: it must be a list of records, one record, or JSON Lines")
+        raise CorpusError(
+            f"{file} is a {type(content).__name__}: it must be a list of records, one record, or "
+            "JSON Lines"
+        )
     for number, record in enumerate(content, start=1):
         if not isinstance(record, dict):
-            raise CorpusError(f'{file}, record {number}: it must be an object such as {{"text": ".."}}')
+            raise CorpusError(
+                f'{file}, record {number}: it must be an object such as {{"text": ".."}}'
+            )
         share = file.stat().st_size / len(content)
         yield Record({**others, **record}, f"{name}:{number}", f"{file}, record {number}", share)
         others = {}
 
 
-def _records_in(content: dict[str, Any], text_column: str | None, file: Path) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the records of an object (itself, or those of its only list of objects) and its other keys, as not used."""
-    lists = [key for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+def _records_in(
+    content: dict[str, Any], text_column: str | None, file: Path
+) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the records of an object (itself, or those of its only list of objects) and its other
+    keys, as not used."""
+    lists = [
+        key
+        for key, value in content.items()
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
     try:
         columns_of(list(content), text_column)
     except FormatError as error:
         if len(lists) != 1:
-            several = f"has several lists of records, {', '.join(lists)}: put each into a file of its own"
+            several = (
+                f"has several lists of records, {', '.join(lists)}: put each into a file of its own"
+            )
             raise CorpusError(f"{file}: {several if lists else error}") from error
         return content[lists[0]], dict.fromkeys(content.keys() - lists, ...)
     return [content], {}
@@ -143,7 +165,9 @@ def _read_csv(file: Path, name: str, text_column: str | None) -> Iterator[Record
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
     stream = io.StringIO(_decoded(b"".join(lines(file)), str(file)), newline="")
-    table = csv.DictReader(stream, delimiter="\t" if ending_of(file) == ".tsv" else ",", strict=True)
+    table = csv.DictReader(
+        stream, delimiter="\t" if ending_of(file) == ".tsv" else ",", strict=True
+    )
     try:
         rows: list[dict[str, Any]] = list(table)
     except csv.Error as error:
@@ -155,9 +179,13 @@ def _read_csv(file: Path, name: str, text_column: str | None) -> Iterator[Record
     _columns(names, text_column, str(file))
     for number, row in enumerate(rows):
         if None in row or None in row.values():
-            raise CorpusError(f"{file}, row {number}: it must have {len(names)} cells, as the header has")
+            raise CorpusError(
+                f"{file}, row {number}: it must have {len(names)} cells, as the header has"
+            )
         row = {key: _cell(key, cell) for key, cell in row.items()}
-        yield Record(row, f"{name}:{number}", f"{file}, row {number}", file.stat().st_size / len(rows))
+        yield Record(
+            row, f"{name}:{number}", f"{file}, row {number}", file.stat().st_size / len(rows)
+        )
 
 
 def _cell(key: str, cell: str) -> Any:
@@ -173,13 +201,16 @@ def _decoded(content: bytes, where: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         wrong = f"{where}: not UTF-8 at byte {error.start}, which is {content[error.start]:#x}"
-        raise CorpusError(f"{wrong}: save the file in UTF-8 (iconv -f ENCODING -t UTF-8)") from error
+        raise CorpusError(
+            f"{wrong}: save the file in UTF-8 (iconv -f ENCODING -t UTF-8)"
+        ) from error
 
 
 def _open_table(file: Path) -> tuple[Any, int, Callable[..., Any]]:
     """Returns the schema of a table, the number of rows, and what makes batches of some `columns`.
 
-    An Arrow file may be a stream, as `datasets` writes it; a compressed one is decompressed as a whole.
+    An Arrow file may be a stream, as `datasets` writes it; a compressed one is decompressed as a
+    whole.
     """
     import pyarrow.parquet
 
@@ -200,9 +231,12 @@ def _read_table(file: Path, name: str, text_column: str | None) -> Iterator[Reco
     try:
         schema, count, batches = _open_table(file)
         if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
-            raise CorpusError(f"{file} has several columns {twice!r}: columns must have different names")
+            raise CorpusError(
+                f"{file} has several columns {twice!r}: columns must have different names"
+            )
         names = _columns(schema.names, text_column, str(file))
-        unread = dict.fromkeys(set(schema.names) - set(names), ...)  # so that records count them as not used
+        # So that records count them as not used.
+        unread = dict.fromkeys(set(schema.names) - set(names), ...)
         share = file.stat().st_size / max(1, count)
         for batch in batches(columns=names):
             for values, added in rows(batch):
@@ -212,22 +246,36 @@ def _read_table(file: Path, name: str, text_column: str | None) -> Iterator[Reco
         raise CorpusError(f"{file}, row {row}: a value of type Json is {error}") from error
     except UserError:
         raise
-    except (pyarrow.ArrowException, ValueError, OSError, OverflowError, TypeError, KeyError) as error:
+    except (
+        pyarrow.ArrowException,
+        ValueError,
+        OSError,
+        OverflowError,
+        TypeError,
+        KeyError,
+    ) as error:
         kind = "a Parquet file" if ending_of(file) == ".parquet" else "an Arrow file"
         where = f"is damaged after row {row - 1}" if row else f"is not {kind}, or damaged"
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 
 def _read_megatron(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
-    """Reads the documents of an .idx file and the .bin file beside it; of the .bin file itself, nothing."""
+    """Reads the documents of an .idx file and the .bin file beside it; of the .bin file itself,
+    nothing."""
     if file.suffix.lower() == MEGATRON[1]:
         return
     try:
         for number, tokens in enumerate(read_megatron(file)):
-            yield Record({"input_ids": tokens}, f"{name}:{number}", f"{file}, document {number}", tokens.nbytes)
+            yield Record(
+                {"input_ids": tokens},
+                f"{name}:{number}",
+                f"{file}, document {number}",
+                tokens.nbytes,
+            )
     except (ValueError, OSError, OverflowError) as error:
         raise CorpusError(
-            f"{file}: {error}: give both files of Megatron's preprocess_data.py as it wrote them, NAME.idx and NAME.bin"
+            f"{file}: {error}: give both files of Megatron's preprocess_data.py as it wrote them, "
+            "NAME.idx and NAME.bin"
         ) from error
 
 
@@ -235,7 +283,9 @@ def read_dataset(folder: Path, text_column: str | None, size: int) -> Iterator[R
     import datasets
 
     saved = f"{folder} looks like a saved dataset, but `datasets` cannot read it", "save it again"
-    return _read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), text_column, size, saved)
+    return _read_rows(
+        lambda: datasets.load_from_disk(str(folder)), str(folder), text_column, size, saved
+    )
 
 
 def read_hub(hub: "HubDataset", text_column: str | None, *, streamed: bool) -> Iterator[Record]:
@@ -246,7 +296,8 @@ def read_hub(hub: "HubDataset", text_column: str | None, *, streamed: bool) -> I
 def _read_rows(
     load: Callable[[], Any], where: str, text_column: str | None, size: int, wrong: tuple[str, str]
 ) -> Iterator[Record]:
-    """Reads a `Dataset` or `IterableDataset`; `wrong`: what is said of an error, and the way out."""
+    """Reads a `Dataset` or `IterableDataset`; `wrong`: what is said of an error, and the way
+    out."""
     row = 0
     try:
         dataset = load()
@@ -255,7 +306,8 @@ def _read_rows(
         unread = dict.fromkeys(set(names) - set(read), ...)
         share = size / len(dataset) if size else 0
         dataset = dataset.select_columns(read) if read else dataset
-        # Tables have the bytes of images, not what PIL makes of them, and types, which tell who has which members.
+        # Tables have the bytes of images, not what PIL makes of them, and types, which tell who has
+        # which members.
         for table in dataset.with_format("arrow").iter(batch_size=256):
             for values, added in rows(table):
                 yield Record(values | unread, f"row:{row}", f"{where}, row {row}", share, added)
@@ -264,8 +316,12 @@ def _read_rows(
         raise CorpusError(f"{where}, row {row}: a value of type Json is {error}") from error
     except UserError:
         raise
-    except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
-        raise CorpusError(f"{wrong[0]} ({type(error).__name__}: {brief(error)}): {wrong[1]}") from error
+    except (
+        Exception
+    ) as error:  # the library checks none of its files: damage raises whatever Python raises
+        raise CorpusError(
+            f"{wrong[0]} ({type(error).__name__}: {brief(error)}): {wrong[1]}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -273,8 +329,8 @@ class HubDataset:
     """A split of a data set on the hub.
 
     Attributes:
-        name, subset, split, revision: as given; `subset` is what `datasets` also calls a configuration.
-        commit: what `datasets` distinguishes versions by: the commit of the hub.
+        name, subset, split, revision: as given; `subset` is what `datasets` also calls a
+        configuration. commit: what `datasets` distinguishes versions by: the commit of the hub.
     """
 
     name: str
@@ -284,15 +340,21 @@ class HubDataset:
     commit: str
 
     @classmethod
-    def look_up(cls, name: str, subset: str | None, split: str, revision: str | None) -> "HubDataset":
-        """Asks the hub, or the cache, for the version. Raises CorpusError if neither has the data set."""
+    def look_up(
+        cls, name: str, subset: str | None, split: str, revision: str | None
+    ) -> "HubDataset":
+        """Asks the hub, or the cache, for the version. Raises CorpusError if neither has the data
+        set."""
         import datasets
 
-        builder = _asked(name, lambda: datasets.load_dataset_builder(name, subset, revision=revision))
+        builder = _asked(
+            name, lambda: datasets.load_dataset_builder(name, subset, revision=revision)
+        )
         return cls(name, subset, split, revision, str(builder.hash))
 
     def open(self, streamed: bool) -> Any:
-        """Returns the split: an `IterableDataset` if it is streamed, or a `Dataset` in the cache. Raises CorpusError."""
+        """Returns the split: an `IterableDataset` if it is streamed, or a `Dataset` in the cache.
+        Raises CorpusError."""
         import datasets
 
         options = {"split": self.split, "revision": self.revision, "streaming": streamed}
@@ -306,9 +368,12 @@ def _asked(name: str, ask: Callable[[], Any]) -> Any:
         return ask()
     except Exception as error:  # of the network, the hub and the data set
         raise CorpusError(
-            f"source {name!r} is no file or folder, and `datasets` cannot read it from the hub ({type(error).__name__}: "
-            f"{brief(error)}): correct the path, or the name, --subset, --split or --revision. Without a network, a data set "
-            f"must be in the cache {datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), or in a folder that "
+            f"source {name!r} is no file or folder, and `datasets` cannot read it from the hub "
+            f"({type(error).__name__}: "
+            f"{brief(error)}): correct the path, or the name, --subset, --split or --revision. "
+            "Without a network, a data set "
+            f"must be in the cache {datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), "
+            "or in a folder that "
             "`save_to_disk` wrote: give that folder"
         ) from error
 

@@ -1,10 +1,13 @@
-"""Template: renders conversations by a checkpoint's chat template (Jinja, by `transformers`) and finds the assistant's text.
+"""Template: renders conversations by a checkpoint's chat template (Jinja, by `transformers`) and
+finds the assistant's text.
 
-The marks of a template (`{% generation %}`) are used if it has some. Otherwise a second rendering, with a private-use character
-at both ends of every text, shows where texts are, if it is the same but for these. A turn begins where the previous messages
-with the generation prompt end, and ends with what the template puts after every turn (`<|im_end|>`), or an end-of-text token.
-Else prefixes decide: the renderings of the messages before a turn, and up to its end, must be prefixes of the whole. What the
-template refuses to render shows nothing; a conversation that no way can split is refused.
+The marks of a template (`{% generation %}`) are used if it has some. Otherwise a second rendering,
+with a private-use character at both ends of every text, shows where texts are, if it is the same
+but for these. A turn begins where the previous messages with the generation prompt end, and ends
+with what the template puts after every turn (`<|im_end|>`), or an end-of-text token. Else prefixes
+decide: the renderings of the messages before a turn, and up to its end, must be prefixes of the
+whole. What the template refuses to render shows nothing; a conversation that no way can split is
+refused.
 """
 
 import re
@@ -39,7 +42,8 @@ _THOUGHT_BEGINS = re.compile(r"<think>\s*$")
 _EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
 
 WAY_OUT = (
-    "use a template that marks generated text with {% generation %} (--chat-template FILE), use ChatML "
+    "use a template that marks generated text with {% generation %} (--chat-template FILE), use "
+    "ChatML "
     "(--chat-template chatml), or train on every token (--train-on all)"
 )
 
@@ -50,10 +54,12 @@ def marks_generation(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out.
+    """Text of a conversation, its spans to train on (None: all of it), and names of what the
+    template leaves out.
 
-    `end`: weight of the end of the document, which has to be learnt where the template does not end the last turn; 0: it does.
-    `thoughts`: number of turns before whose text the template writes an empty thought, which is not trained on.
+    `end`: weight of the end of the document, which has to be learnt where the template does not end
+    the last turn; 0: it does. `thoughts`: number of turns before whose text the template writes an
+    empty thought, which is not trained on.
     """
 
     text: str
@@ -68,11 +74,11 @@ class Template:
 
     Args:
         texts: Jinja templates of conversations without tools (False) and with tools (True).
-        variables: variables of the templates besides messages and tools: the special tokens by role.
-        tokenizer: distinguishes special tokens from text.
-        ends: special tokens that may end a turn, besides the templates' own.
-        empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
-        date: day that a template gets that asks for it; None: such conversations are refused.
+        variables: variables of the templates besides messages and tools: the special tokens by
+        role. tokenizer: distinguishes special tokens from text. ends: special tokens that may end a
+        turn, besides the templates' own. empty_thoughts: whether an empty <think> block that the
+        template writes before an answer is trained on. date: day that a template gets that asks for
+        it; None: such conversations are refused.
 
     Raises TemplateError for a template that draws by chance.
     """
@@ -96,7 +102,10 @@ class Template:
         self._takes_text: dict[bool, bool] = {}
         self._prompts: dict[tuple[str, bool, bool], str] = {}
         self._reads_texts, self._reads_lists = True, False  # so that the probes stay as they are
-        self._reads_texts, self._reads_lists = self._shows("probe"), self._shows([{"type": "text", "text": "probe"}])
+        self._reads_texts, self._reads_lists = (
+            self._shows("probe"),
+            self._shows([{"type": "text", "text": "probe"}]),
+        )
 
     def render(
         self,
@@ -105,10 +114,11 @@ class Template:
         first_trained: int = 0,
         message_weights: Mapping[int, float] | None = None,
     ) -> Rendered:
-        """Renders a conversation and finds its spans to train on: none before message `first_trained`, nor of weight 0.
+        """Renders a conversation and finds its spans to train on: none before message
+        `first_trained`, nor of weight 0.
 
-        Raises ChatError if the template refuses the conversation, leaves an answer empty, or does not show where turns begin
-        and end.
+        Raises ChatError if the template refuses the conversation, leaves an answer empty, or does
+        not show where turns begin and end.
         """
         for index, message in enumerate(messages):
             check_role(index, message["role"], self._texts[bool(tools)])
@@ -126,21 +136,31 @@ class Template:
             spans = [(start, stop, 1.0) for start, stop in sorted(generated) if start < stop]
             if given or len(turns) < sum(message["role"] == "assistant" for message in messages):
                 owners = [*zip(self._turns(text, messages, tools, turns), weights, strict=True)]
-                by_span = [(a, b, [w for (start, stop), w in owners if a < stop and start < b]) for a, b, _ in spans]
-                spans = [(a, b, found[0]) for a, b, found in by_span if found]  # the other turns are not trained on
+                by_span = [
+                    (a, b, [w for (start, stop), w in owners if a < stop and start < b])
+                    for a, b, _ in spans
+                ]
+                # The other turns are not trained on.
+                spans = [(a, b, found[0]) for a, b, found in by_span if found]
             if not spans:
                 raise ChatError(
-                    "the template marks nothing of this conversation as generated, so there is nothing to train on: remove the "
+                    "the template marks nothing of this conversation as generated, so there is "
+                    "nothing to train on: remove the "
                     "conversation, or correct the template"
                 )
             return Rendered(text, self._by_parts(spans, text, messages, tools, turns), missing)
         whole = self._turns(text, messages, tools, turns)
         learned = whole
         if not self._empty_thoughts:
-            learned = [(_after_thought(text, *span, messages[turn]), span[1]) for turn, span in zip(turns, whole, strict=True)]
+            learned = [
+                (_after_thought(text, *span, messages[turn]), span[1])
+                for turn, span in zip(turns, whole, strict=True)
+            ]
         thoughts = sum(before != after for before, after in zip(whole, learned, strict=True))
         start, stop = learned[-1]
-        ended = text[stop:].strip() or self._tokenizer.special_tokens(self._tokenizer.pieces(text.rstrip())[-1])
+        ended = text[stop:].strip() or self._tokenizer.special_tokens(
+            self._tokenizer.pieces(text.rstrip())[-1]
+        )
         unended = not ended and self.ends_no_turn
         if unended:
             learned = [*learned[:-1], (start, len(text))]
@@ -151,8 +171,13 @@ class Template:
     # --- rendering
 
     def _with_arguments(self, messages: Sequence[Message], tools: bool) -> Sequence[Message]:
-        """Returns the messages with arguments of tool calls that are texts as objects, if the template does not write texts."""
-        if not any(isinstance(call["function"]["arguments"], str) for m in messages for call in m.get("tool_calls", ())):
+        """Returns the messages with arguments of tool calls that are texts as objects, if the
+        template does not write texts."""
+        if not any(
+            isinstance(call["function"]["arguments"], str)
+            for m in messages
+            for call in m.get("tool_calls", ())
+        ):
             return messages
         if tools not in self._takes_text:
             text, function = '{"probe": 1}', {"name": "probe", "description": "", "parameters": {}}
@@ -169,20 +194,37 @@ class Template:
             arguments = parse_arguments("a tool call", call["function"]["arguments"])
             return {**call, "function": {**call["function"], "arguments": arguments}}
 
-        return [{**m, "tool_calls": [*map(parsed, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
+        return [
+            {**m, "tool_calls": [*map(parsed, m["tool_calls"])]} if "tool_calls" in m else m
+            for m in messages
+        ]
 
     def _render(
-        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False, marks: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        prompt: bool = False,
+        marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils import chat_template_utils
 
         messages = [*map(self._as_read, messages)]
         compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
         try:
-            if compiled and not marks and not any(key in message for message in messages for key in REASONING):
-                # As render_jinja_template, for messages without reasoning, but without copying everything: half the time.
+            if (
+                compiled
+                and not marks
+                and not any(key in message for message in messages for key in REASONING)
+            ):
+                # As render_jinja_template, for messages without reasoning, but without copying
+                # everything: half the time.
                 template = compiled(self._texts[bool(tools)])
-                variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+                variables = {
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": prompt,
+                }
                 text, spans = template.render(**{**variables, **self._variables}), []
             else:
                 (text,), spans = chat_template_utils.render_jinja_template(
@@ -197,28 +239,42 @@ class Template:
             if UNPINNED in str(error):
                 raise unpinned() from error
             raise ChatError(
-                f"the chat template refuses this conversation: {type(error).__name__}: {error}; correct or remove the "
+                f"the chat template refuses this conversation: {type(error).__name__}: {error}; "
+                "correct or remove the "
                 "conversation, or use another template (--chat-template FILE)"
             ) from error
         return text, spans[0] if marks else []
 
     def _as_read(self, message: Message) -> Message:
-        """Returns the message with its content in the form in which it is given, or in the other if the template reads that."""
+        """Returns the message with its content in the form in which it is given, or in the other if
+        the template reads that."""
         if reasoning := next(filter(None, map(message.get, REASONING)), None):
             message = {"reasoning": reasoning, **message}  # transformers fills in the other keys
         content = message.get("content")
-        if content is None or not self._reads_lists or (self._reads_texts and not isinstance(content, Parts)):
+        if (
+            content is None
+            or not self._reads_lists
+            or (self._reads_texts and not isinstance(content, Parts))
+        ):
             return message
-        return {**message, "content": content.parts if isinstance(content, Parts) else [{"type": "text", "text": content}]}
+        return {
+            **message,
+            "content": content.parts
+            if isinstance(content, Parts)
+            else [{"type": "text", "text": content}],
+        }
 
     def _shows(self, content: Any) -> bool:
-        """Returns whether the template shows the words of a content of this form, and does not print a list as it is."""
+        """Returns whether the template shows the words of a content of this form, and does not
+        print a list as it is."""
         with suppress(ChatError):
             text = self._text([{**_QUESTION, "content": content}], None)
             return "probe" in text and not re.search(r"""['"]type['"]""", text)
         return False
 
-    def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+    def _text(
+        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False
+    ) -> str:
         return self._render(messages, tools, prompt)[0]
 
     # --- turns
@@ -231,20 +287,30 @@ class Template:
         return spans or [self._between_prefixes(whole, messages, tools, turn) for turn in turns]
 
     def _between_marks(
-        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int], *, empty: bool = True
+        self,
+        whole: str,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        turns: Sequence[int],
+        *,
+        empty: bool = True,
     ) -> list[tuple[int, int]] | None:
-        """Returns the spans of the turns by a rendering with private-use characters; None if it does not show them."""
+        """Returns the spans of the turns by a rendering with private-use characters; None if it
+        does not show them."""
         if not whole.isascii() and _MARK.search(whole):
             return None
         try:
-            rendered = self._text([_marked(message, number, empty) for number, message in enumerate(messages)], tools)
+            rendered = self._text(
+                [_marked(message, number, empty) for number, message in enumerate(messages)], tools
+            )
         except ChatError:
             return None
         texts = _MARK.split(rendered)
         if "".join(texts) != whole:
             return None
         owners = [ord(mark) - _FIRST for mark in _MARK.findall(rendered)]
-        places = list(accumulate(map(len, texts)))  # mark k is before character places[k], after texts[k]
+        # Mark k is before character places[k], after texts[k].
+        places = list(accumulate(map(len, texts)))
         first = {owner: mark for mark, owner in reversed([*enumerate(owners)])}
         last = {owner: mark for mark, owner in enumerate(owners)}
         spans = []
@@ -267,15 +333,20 @@ class Template:
             spans.append((places[first[owner]] - len(before) + head, places[last[owner]] + tail))
         return spans
 
-    def _head(self, before: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> int | None:
+    def _head(
+        self, before: str, messages: Sequence[Message], tools: list[Any] | None, turn: int
+    ) -> int | None:
         """Returns the length of the template's text before a turn that is not generated."""
         previous = messages[turn - 1] if turn else {"role": ""}
         key = previous["role"], "tool_calls" in previous, bool(tools)
         if key in self._prompts and before.startswith(self._prompts[key]):
             return len(self._prompts[key])
         if turn:
-            with suppress(ChatError):  # the template may refuse these messages alone, or a prompt after them
-                marked = [_marked(message, number) for number, message in enumerate(messages[:turn])]
+            # The template may refuse these messages alone, or a prompt after them.
+            with suppress(ChatError):
+                marked = [
+                    _marked(message, number) for number, message in enumerate(messages[:turn])
+                ]
                 prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1]
                 if before.startswith(prompt):
                     if prompt.strip():  # not what the previous message may end with
@@ -298,7 +369,9 @@ class Template:
         if self._stop and self._stop in after:
             return after.index(self._stop) + len(self._stop)
         none = 0 if self._stop == "" else None
-        return min((after.index(end) + len(end) for end in self._ends if end in after), default=none)
+        return min(
+            (after.index(end) + len(end) for end in self._ends if end in after), default=none
+        )
 
     # --- parts
 
@@ -310,27 +383,36 @@ class Template:
         tools: list[Any] | None,
         turns: Sequence[int],
     ) -> list[tuple[int, int, float]]:
-        """Returns the spans, cut where parts of the turns' texts have weights of their own; spans of weight 0 are left out."""
+        """Returns the spans, cut where parts of the turns' texts have weights of their own; spans
+        of weight 0 are left out."""
         for turn in turns:
             if weighted_texts(messages[turn]):
                 spans = cut(spans, self._parts(whole, messages, tools, turn))
         return spans
 
-    def _parts(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> Spans:
-        """Returns the spans of the parts of a turn's texts that have a weight of their own, in order.
+    def _parts(
+        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int
+    ) -> Spans:
+        """Returns the spans of the parts of a turn's texts that have a weight of their own, in
+        order.
 
-        A rendering with a private-use character of its own at both ends of each part shows them, if it is the same but for
-        these. White space that the template keeps belongs to its part. Raises ChatError if it does not show them.
+        A rendering with a private-use character of its own at both ends of each part shows them, if
+        it is the same but for these. White space that the template keeps belongs to its part.
+        Raises ChatError if it does not show them.
         """
         unclear = ChatError(
-            f"message {turn} has parts with a loss of their own, but the chat template does not show where each begins and "
-            "ends: write the parts as messages of their own, or use another template (--chat-template FILE or chatml)"
+            f"message {turn} has parts with a loss of their own, but the chat template does not "
+            "show where each begins and "
+            "ends: write the parts as messages of their own, or use another template "
+            "(--chat-template FILE or chatml)"
         )
         if _MARK.search(whole):
             raise unclear
         texts = weighted_texts(messages[turn])
         parts = [
-            (part["text"], weight) for text in texts.values() for part, weight in zip(text.parts, text.weights, strict=True)
+            (part["text"], weight)
+            for text in texts.values()
+            for part, weight in zip(text.parts, text.weights, strict=True)
         ]
         if len(parts) > _MARKS:
             raise unclear
@@ -362,58 +444,83 @@ class Template:
     @cached_property
     def _generation_prompt(self) -> str:
         with suppress(ChatError):
-            without, prompt = (self._text([_QUESTION], None, prompt=asked) for asked in (False, True))
+            without, prompt = (
+                self._text([_QUESTION], None, prompt=asked) for asked in (False, True)
+            )
             return prompt.removeprefix(without) if prompt.startswith(without) else ""
         return ""
 
     @cached_property
     def _stop(self) -> str | None:
-        """Text that ends a turn: the common start of the texts after the last turn and after one in the middle, stripped.
+        """Text that ends a turn: the common start of the texts after the last turn and after one in
+        the middle, stripped.
 
         None if the template refuses the conversations that would show it.
         """
         with suppress(ChatError):
             answered = [_QUESTION, {"role": "assistant", "content": "assistant"}]
-            after = [self._after_answer(messages) for messages in (answered, [*answered, _QUESTION])]
-            shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(*after, strict=False)))
+            after = [
+                self._after_answer(messages) for messages in (answered, [*answered, _QUESTION])
+            ]
+            shared = sum(
+                1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(*after, strict=False))
+            )
             return "".join(after[0][:shared]).rstrip()
         return None
 
     def _after_answer(self, messages: Sequence[Message]) -> list[str]:
-        """Returns the template's text after the second message, in parts: special tokens and characters."""
-        rendered = self._text([_marked(message, number) for number, message in enumerate(messages)], None)
+        """Returns the template's text after the second message, in parts: special tokens and
+        characters."""
+        rendered = self._text(
+            [_marked(message, number) for number, message in enumerate(messages)], None
+        )
         owners, mark = _MARK.findall(rendered), chr(_FIRST + 1)
         if mark not in owners:
             raise ChatError("the chat template omits messages")
         text = _MARK.split(rendered)[len(owners) - owners[::-1].index(mark)]
         special = self._tokenizer.special_tokens
-        return [part for piece in self._tokenizer.pieces(text) for part in ([piece] if special(piece) else piece)]
+        return [
+            part
+            for piece in self._tokenizer.pieces(text)
+            for part in ([piece] if special(piece) else piece)
+        ]
 
-    def _between_prefixes(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> tuple[int, int]:
+    def _between_prefixes(
+        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int
+    ) -> tuple[int, int]:
         """Returns the span of a turn by the renderings of the messages before it and up to its end.
 
         Raises ChatError if these are not prefixes of the whole.
         """
         if turn == 0:
             raise ChatError(
-                f"the chat template does not show where the first message, the assistant's, begins: remove it, {WAY_OUT}"
+                "the chat template does not show where the first message, the assistant's, "
+                f"begins: remove it, {WAY_OUT}"
             )
         try:
             prompt = self._text(messages[:turn], tools, prompt=True)
             full = whole if turn == len(messages) - 1 else self._text(messages[: turn + 1], tools)
         except ChatError as error:
             raise ChatError(
-                f"the chat template does not show where the assistant's turn (message {turn}) begins and ends, as it refuses "
+                f"the chat template does not show where the assistant's turn (message {turn}) "
+                "begins and ends, as it refuses "
                 f"the messages up to there alone ({error.__cause__}): {WAY_OUT}"
             ) from error
         if not (whole.startswith(full) and full.startswith(prompt)):
-            where = "the messages before it" if not whole.startswith(prompt) else "the messages up to its end"
+            where = (
+                "the messages before it"
+                if not whole.startswith(prompt)
+                else "the messages up to its end"
+            )
             raise ChatError(
-                f"the chat template does not show where the assistant's turn (message {turn}) begins and ends, as it renders "
+                f"the chat template does not show where the assistant's turn (message {turn}) "
+                "begins and ends, as it renders "
                 f"{where} differently when more messages follow: {WAY_OUT}"
             )
         text = full.rstrip()  # white space after the end-of-turn token is not generated
-        ends = len(text) > len(prompt) and self._tokenizer.special_tokens(self._tokenizer.pieces(text)[-1])
+        ends = len(text) > len(prompt) and self._tokenizer.special_tokens(
+            self._tokenizer.pieces(text)[-1]
+        )
         return len(prompt), len(text) if ends else len(full)
 
 
@@ -423,7 +530,11 @@ def _environment() -> Any:
     from transformers.utils import chat_template_utils
 
     compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
-    return compiled("").environment if compiled else jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    return (
+        compiled("").environment
+        if compiled
+        else jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    )
 
 
 def _after_thought(text: str, start: int, stop: int, message: Message) -> int:
@@ -434,7 +545,8 @@ def _after_thought(text: str, start: int, stop: int, message: Message) -> int:
 
 
 def _with_space(whole: str, text: str, start: int, stop: int) -> tuple[int, int]:
-    """Returns the span of a part, from its first to its last visible character, with the part's white space around it."""
+    """Returns the span of a part, from its first to its last visible character, with the part's
+    white space around it."""
     head = text[: len(text) - len(text.lstrip())] if text.strip() else ""
     tail = text[len(text.rstrip()) :] if text.strip() else text
     while head and not whole.endswith(head, 0, start):
@@ -445,12 +557,19 @@ def _with_space(whole: str, text: str, start: int, stop: int) -> tuple[int, int]
 
 
 def _marked_parts(text: Parts, numbers: Iterator[int]) -> Parts:
-    """Returns a text with a private-use character of its own, the next of the numbers, at both ends of each part."""
-    return Parts.of([{**part, "text": _wrapped(part["text"], chr(_FIRST + next(numbers)))} for part in text.parts])
+    """Returns a text with a private-use character of its own, the next of the numbers, at both ends
+    of each part."""
+    return Parts.of(
+        [
+            {**part, "text": _wrapped(part["text"], chr(_FIRST + next(numbers)))}
+            for part in text.parts
+        ]
+    )
 
 
 def _wrapped(value: str, mark: str) -> str:
-    """Returns a text with a mark before its first and after its last visible character; one mark if it has none."""
+    """Returns a text with a mark before its first and after its last visible character; one mark if
+    it has none."""
     text = value.strip()
     if not text:
         return mark + value
@@ -459,9 +578,11 @@ def _wrapped(value: str, mark: str) -> str:
 
 
 def _marked(message: Message, number: int, empty: bool = True) -> Message:
-    """Returns the message with private-use character `number` at both ends of every text that a template may write.
+    """Returns the message with private-use character `number` at both ends of every text that a
+    template may write.
 
-    If not `empty`, there is none for an empty content before tool calls, as templates look whether there is a content.
+    If not `empty`, there is none for an empty content before tool calls, as templates look whether
+    there is a content.
     """
     mark = chr(_FIRST + number % _MARKS)
 
@@ -475,9 +596,17 @@ def _marked(message: Message, number: int, empty: bool = True) -> Message:
         return [wrap(part) for part in value] if isinstance(value, list) else value
 
     always = "content" if empty or "tool_calls" not in message else None
-    copy = {**message, **{key: wrap(message[key]) for key in TEXTS if key in message and (message[key] or key == always)}}
+    copy = {
+        **message,
+        **{
+            key: wrap(message[key])
+            for key in TEXTS
+            if key in message and (message[key] or key == always)
+        },
+    }
     if "tool_calls" in message:
         copy["tool_calls"] = [
-            {**call, "function": {key: wrap(part) for key, part in call["function"].items()}} for call in message["tool_calls"]
+            {**call, "function": {key: wrap(part) for key, part in call["function"].items()}}
+            for call in message["tool_calls"]
         ]
     return copy

@@ -1,8 +1,9 @@
-"""Tokenizer: byte-level BPE trained on the corpus, a given tokenizer.json, or plain bytes, in one small class.
+"""Tokenizer: byte-level BPE trained on the corpus, a given tokenizer.json, or plain bytes, in one
+small class.
 
-Every tokenizer is kept as the text of a `tokenizer.json` of the `tokenizers` library, so that other tools can read it. Plain
-bytes are byte-level BPE without merges (ids 0-255 are the bytes, 256 ends a document), recognized when loaded and encoded by
-NumPy alone.
+Every tokenizer is kept as the text of a `tokenizer.json` of the `tokenizers` library, so that other
+tools can read it. Plain bytes are byte-level BPE without merges (ids 0-255 are the bytes, 256 ends
+a document), recognized when loaded and encoded by NumPy alone.
 """
 
 import hashlib
@@ -24,16 +25,19 @@ from longctx.pointers import complaint
 
 TokenArray = npt.NDArray[np.integer[Any]]
 TokenWeights = npt.NDArray[np.bool_] | npt.NDArray[np.float32]
-"""Weight of every token as a target `[tokens]`: bool if all weights are 0 or 1, otherwise float32."""
+"""Weight of every token as a target `[tokens]`: bool if all weights are 0 or 1, otherwise
+float32."""
 Spans = Sequence[tuple[int, int, float]]
-"""Spans of characters start … stop - 1 of a text, in ascending order, without overlap, each with the weight of its tokens."""
+"""Spans of characters start … stop - 1 of a text, in ascending order, without overlap, each with
+the weight of its tokens."""
 LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[SEP]")
 """End-of-document tokens to look for in a given tokenizer.json, in this order."""
 ANOTHER_TOKENIZER = (
-    "use a tokenizer that represents every character, such as --tokenizer bpe or bytes, or one with byte fallback"
+    "use a tokenizer that represents every character, such as --tokenizer bpe or "
+    "bytes, or one with byte fallback"
 )
 LARGEST_VOCABULARY = (1 << 31) - 1
 LARGEST_TRAINED = 1 << 24
@@ -47,33 +51,40 @@ class TokenizerError(UserError):
 class Tokenizer:
     """Converts text to token ids 0 … vocab_size - 1, and back.
 
-    `text` is the content of a tokenizer.json. `end_of_document` is the token that ends every document; by default the first of
-    `KNOWN_ENDS` in the vocabulary. Raises TokenizerError if the text is not a tokenizer.json, has no end-of-document token, or
-    drops characters without a trace.
+    `text` is the content of a tokenizer.json. `end_of_document` is the token that ends every
+    document; by default the first of `KNOWN_ENDS` in the vocabulary. Raises TokenizerError if the
+    text is not a tokenizer.json, has no end-of-document token, or drops characters without a trace.
 
     Attributes:
-        unknown: id of the token that stands for text that the tokenizer lacks; None: it represents every character.
-        kept: bytes of UTF-8 that it represents, if it drops others.
+        unknown: id of the token that stands for text that the tokenizer lacks; None: it represents
+        every character. kept: bytes of UTF-8 that it represents, if it drops others.
     """
 
     def __init__(self, text: str, end_of_document: str | None = None) -> None:
         try:
             self._inner = TokenizerJson.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"not a tokenizer.json of the `tokenizers` library: {error}") from error
+            raise TokenizerError(
+                f"not a tokenizer.json of the `tokenizers` library: {error}"
+            ) from error
         self.text = text
         _strip(self._inner)
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # not the number of entries: ids may have holes
+        # Not the number of entries: ids may have holes.
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > LARGEST_VOCABULARY:
             raise TokenizerError(
-                f"token id {self.vocab_size - 1}: a store can hold ids below {LARGEST_VOCABULARY}; renumber them"
+                f"token id {self.vocab_size - 1}: a store can hold ids below {LARGEST_VOCABULARY}; "
+                "renumber them"
             )
         candidates = KNOWN_ENDS if end_of_document is None else (end_of_document,)
-        self.end_of_document_token = next((token for token in candidates if token in vocabulary), "")
+        self.end_of_document_token = next(
+            (token for token in candidates if token in vocabulary), ""
+        )
         if not self.end_of_document_token:
             raise TokenizerError(
-                f"none of {', '.join(candidates)} is in the vocabulary: name the token that ends a document "
+                f"none of {', '.join(candidates)} is in the vocabulary: name the token that ends a "
+                "document "
                 "(--end-of-document TOKEN)"
             )
         self.end_of_document = vocabulary[self.end_of_document_token]
@@ -92,13 +103,15 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Trains byte-level BPE. The same texts in the same order give the same tokenizer.
 
-        A small corpus may give fewer than `vocab_size` tokens. Raises TokenizerError if `vocab_size` is below 257 (every byte
-        and the end of a document) or above `LARGEST_TRAINED`.
+        A small corpus may give fewer than `vocab_size` tokens. Raises TokenizerError if
+        `vocab_size` is below 257 (every byte and the end of a document) or above `LARGEST_TRAINED`.
         """
         if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_TRAINED:
             raise TokenizerError(
-                f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} (256 bytes and the end "
-                f"of a document; for less, use --tokenizer bytes), and it must be at most {LARGEST_TRAINED}; 4096 to 262144 "
+                f"vocabulary size is {vocab_size}: byte-level BPE needs at least "
+                f"{SMALLEST_VOCABULARY} (256 bytes and the end "
+                "of a document; for less, use --tokenizer bytes), and it must be at most "
+                f"{LARGEST_TRAINED}; 4096 to 262144 "
                 "are usual"
             )
         inner = _byte_level(models.BPE())
@@ -119,7 +132,9 @@ class Tokenizer:
         try:
             return cls(path.read_text("utf-8"), end_of_document)
         except OSError as error:
-            raise TokenizerError(f"{path} cannot be read as a tokenizer.json: {error.strerror}") from error
+            raise TokenizerError(
+                f"{path} cannot be read as a tokenizer.json: {error.strerror}"
+            ) from error
         except ValueError as error:
             raise TokenizerError(f"{path}: {error}") from error
 
@@ -165,20 +180,26 @@ class Tokenizer:
         return [piece for piece in re.split(f"({self._spelled.pattern})", text) if piece]
 
     def encode(self, text: str, *, special: bool = False) -> TokenArray:
-        """Returns the token ids `[tokens]` of a text, without special tokens around it. Raises TokenizerError if it cannot.
+        """Returns the token ids `[tokens]` of a text, without special tokens around it. Raises
+        TokenizerError if it cannot.
 
-        Special tokens that the text contains become their own ids, as in transformers, if `special`, and characters otherwise.
+        Special tokens that the text contains become their own ids, as in transformers, if
+        `special`, and characters otherwise.
         """
         if self.is_bytes and not (special and self.special_tokens(text)):
             return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
         self._require_kept(text)
         return np.array(_encoding(self._inner if special else self._literal, text).ids, self.dtype)
 
-    def encode_spans(self, text: str, spans: Spans, *, special: bool = True) -> tuple[TokenArray, TokenWeights, int]:
-        """Encodes a text, with special tokens as `encode` has them, and finds the tokens of its spans by their characters.
+    def encode_spans(
+        self, text: str, spans: Spans, *, special: bool = True
+    ) -> tuple[TokenArray, TokenWeights, int]:
+        """Encodes a text, with special tokens as `encode` has them, and finds the tokens of its
+        spans by their characters.
 
-        Returns token ids, weights of the tokens that contain a character of a span (of two spans, that of the later one; 0 of
-        others), and the number of these that also contain characters outside. A span of weight 0 is none.
+        Returns token ids, weights of the tokens that contain a character of a span (of two spans,
+        that of the later one; 0 of others), and the number of these that also contain characters
+        outside. A span of weight 0 is none.
         """
         self._require_kept(text)
         encoding = _encoding(self._inner if special else self._literal, text, offsets=True)
@@ -198,12 +219,14 @@ class Tokenizer:
         """Raises TokenizerError for a text with bytes that the tokenizer drops."""
         if self.kept and (lost := text.encode().translate(None, self.kept)):
             raise TokenizerError(
-                f"the tokenizer would drop bytes of a text that begins with {text[:40]!r}: it lacks {lost[:4]!r}; "
+                f"the tokenizer would drop bytes of a text that begins with {text[:40]!r}: it "
+                f"lacks {lost[:4]!r}; "
                 f"remove the characters, or {ANOTHER_TOKENIZER}"
             )
 
     def covered(self, text: str) -> tuple[int, int]:
-        """Returns how many characters of a text are not white space, and how many of these a token comes from.
+        """Returns how many characters of a text are not white space, and how many of these a token
+        comes from.
 
         Normalizers and pre-tokenizers can remove text.
         """
@@ -215,13 +238,16 @@ class Tokenizer:
         return int(visible.sum()), int((visible & seen).sum())
 
     def encode_markup(self, text: str) -> TokenArray:
-        """Returns the token ids of a text in which special tokens of the vocabulary are meant as such.
+        """Returns the token ids of a text in which special tokens of the vocabulary are meant as
+        such.
 
         Raises TokenizerError if the tokenizer lacks characters of the text.
         """
         tokens = self.encode(text, special=True)
         if self.unknown in tokens.tolist():
-            raise TokenizerError(f"the tokenizer lacks characters of the marker {text!r}: {ANOTHER_TOKENIZER}")
+            raise TokenizerError(
+                f"the tokenizer lacks characters of the marker {text!r}: {ANOTHER_TOKENIZER}"
+            )
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -242,28 +268,38 @@ def _encoding(inner: TokenizerJson, text: str, *, offsets: bool = False) -> Enco
         (encoding,) = encode([text], add_special_tokens=False)
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(
-            f"the tokenizer cannot encode a text that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
+            f"the tokenizer cannot encode a text that begins with {text[:40]!r}: {error}; "
+            f"{ANOTHER_TOKENIZER}"
         ) from error
     return encoding
 
 
 def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> tuple[int | None, bytes]:
-    """Returns the id of the unknown token, None if there is none, and the bytes of UTF-8 of a byte-level BPE that drops others.
+    """Returns the id of the unknown token, None if there is none, and the bytes of UTF-8 of a
+    byte-level BPE that drops others.
 
-    Raises TokenizerError for BPE that drops other characters, or printable ASCII, or after a normalizer, which changes bytes.
+    Raises TokenizerError for BPE that drops other characters, or printable ASCII, or after a
+    normalizer, which changes bytes.
     """
     model, known = content["model"], inner.model.token_to_id
-    unknown: int | None = model.get("unk_id") if model.get("unk_token") is None else known(model["unk_token"])
+    unknown: int | None = (
+        model.get("unk_id") if model.get("unk_token") is None else known(model["unk_token"])
+    )
     if unknown is not None or not isinstance(inner.model, models.BPE):
         return unknown, b""
-    of_bytes = {f"<0x{byte:02X}>": byte for byte in range(256)} if model.get("byte_fallback") else {}
-    if by_byte := '"ByteLevel"' in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")]):
+    of_bytes = (
+        {f"<0x{byte:02X}>": byte for byte in range(256)} if model.get("byte_fallback") else {}
+    )
+    if by_byte := '"ByteLevel"' in json.dumps(
+        [content.get("normalizer"), content.get("pre_tokenizer")]
+    ):
         of_bytes = byte_vocabulary()
     lacking = {byte for token, byte in of_bytes.items() if known(token) is None}
     seen = by_byte and not content.get("normalizer") and not lacking & {*b"\n", *range(0x20, 0x7F)}
     if not of_bytes or (lacking and not seen):
         raise TokenizerError(
-            f"it drops characters that its vocabulary lacks without a trace: set unk_token in its model, or {ANOTHER_TOKENIZER}"
+            "it drops characters that its vocabulary lacks without a trace: set unk_token in its "
+            f"model, or {ANOTHER_TOKENIZER}"
         )
     return unknown, bytes(set(range(256)) - lacking) if lacking else b""
 
@@ -281,19 +317,24 @@ def without_added(text: str, tokens: Collection[str]) -> str:
 
 
 def same_tokens(one: str, other: str) -> bool:
-    """Returns whether two tokenizer.json give texts the same tokens. Post-processors are ignored: they are not used here, and
-    transformers adds one on saving."""
+    """Returns whether two tokenizer.json give texts the same tokens. Post-processors are ignored:
+    they are not used here, and transformers adds one on saving."""
     without = ({**json.loads(text), "post_processor": None} for text in (one, other))
     return fingerprint(json.dumps(next(without))) == fingerprint(json.dumps(next(without)))
 
 
 def fingerprint(text: str) -> str:
-    """Returns the SHA-256 (hex) of a tokenizer.json, independent of formatting, and of padding and truncation (not used here).
+    """Returns the SHA-256 (hex) of a tokenizer.json, independent of formatting, and of padding and
+    truncation (not used here).
 
     Raises TokenizerError if the text is not a JSON object.
     """
     try:
-        content = {key: value for key, value in json.loads(text).items() if key not in ("padding", "truncation")}
+        content = {
+            key: value
+            for key, value in json.loads(text).items()
+            if key not in ("padding", "truncation")
+        }
     except (ValueError, AttributeError) as error:
         raise TokenizerError(f"not a tokenizer.json: {error}") from error
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -307,10 +348,18 @@ def _byte_level(model: models.Model) -> TokenizerJson:
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """Returns the byte of each printable character in byte-level BPE (GPT-2's table), in order of the bytes."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """Returns the byte of each printable character in byte-level BPE (GPT-2's table), in order of
+    the bytes."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte) if byte in printable else chr(256 + others.index(byte)): byte for byte in range(256)}
+    return {
+        chr(byte) if byte in printable else chr(256 + others.index(byte)): byte
+        for byte in range(256)
+    }
 
 
 def _is_bytes(content: dict[str, Any]) -> bool:
@@ -338,5 +387,6 @@ def is_weight(value: Any) -> bool:
 
 
 def are_weights(values: Any) -> Any:
-    """Returns whether a number, or each of an array, is 0 or a positive number that float32 holds."""
+    """Returns whether a number, or each of an array, is 0 or a positive number that float32
+    holds."""
     return (values == 0) | ((values >= LEAST) & (values <= MOST))

@@ -1,4 +1,5 @@
-"""The folder of a store: what is there already, and the folder beside it in which a store is built, all or nothing."""
+"""The folder of a store: what is there already, and the folder beside it in which a store is built,
+all or nothing."""
 
 import fcntl
 import os
@@ -8,7 +9,15 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from longctx.data.store.manifest import MANIFEST, TOKENIZER, TOKENIZER_FILES, Manifest, StoreError, files_of_store, is_store
+from longctx.data.store.manifest import (
+    MANIFEST,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    Manifest,
+    StoreError,
+    files_of_store,
+    is_store,
+)
 from longctx.data.store.writer import JOURNAL, finished_parts
 from longctx.errors import UserError
 from longctx.own_files import MOVE_AWAY, others, replace
@@ -16,16 +25,27 @@ from longctx.own_files import MOVE_AWAY, others, replace
 REQUEST = "request"
 LAYOUT = 6  # version of the files in an unfinished store; other versions cannot be resumed
 NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
-NAMES = (TOKENIZER, "data-*.arrow", "dataset_info.json", "state.json", f"{TOKENIZER_FILES}/*", *NOTES)
+NAMES = (
+    TOKENIZER,
+    "data-*.arrow",
+    "dataset_info.json",
+    "state.json",
+    f"{TOKENIZER_FILES}/*",
+    *NOTES,
+)
 """Names of the files of a store, besides its manifest, while it is made."""
 
 
 def present(out: Path, request: str, overwrite: bool) -> Manifest | None:
-    """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError."""
+    """Returns the manifest at `out` if it matches the request; None if a store may be made there;
+    else raises StoreError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not is_store(out):
-        raise StoreError(f"{out} exists and is not a store, so it is not replaced: choose another --out, or remove it yourself")
+        raise StoreError(
+            f"{out} exists and is not a store, so it is not replaced: choose another --out, or "
+            "remove it yourself"
+        )
     try:
         manifest = Manifest.load(out)
     except StoreError:
@@ -40,21 +60,25 @@ def present(out: Path, request: str, overwrite: bool) -> Manifest | None:
         return None
     raise StoreError(
         f"{out} holds a store of another source or other settings ({manifest.source}, "
-        f"{manifest.documents:,} documents, vocabulary of {manifest.vocab_size:,}): choose another --out, or replace it with "
+        f"{manifest.documents:,} documents, vocabulary of {manifest.vocab_size:,}): choose another "
+        "--out, or replace it with "
         "--overwrite"
     )
 
 
 @contextmanager
 def partial_folder(out: Path, request: str) -> Iterator[Path]:
-    """Yields OUT.partial, locked against other processes, with the files of an interrupted preparation of the same request."""
+    """Yields OUT.partial, locked against other processes, with the files of an interrupted
+    preparation of the same request."""
     folder = Path(f"{out.resolve()}.partial")
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends, however it ends
-            locked = folder.is_dir() and os.path.samestat(os.fstat(lock), folder.stat())  # not just renamed by its owner
+            # Released by the system when this process ends, however it ends.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not just renamed by its owner.
+            locked = folder.is_dir() and os.path.samestat(os.fstat(lock), folder.stat())
         except BlockingIOError:
             locked = False
         if not locked:
@@ -76,7 +100,8 @@ def _tidy(folder: Path, request: str) -> None:
     files = list(folder.iterdir())
     if files and not note.is_file():
         raise StoreError(
-            f"{folder} was not made by `longctx prepare`, but the store must be built there: move it, or choose another --out"
+            f"{folder} was not made by `longctx prepare`, but the store must be built there: move "
+            "it, or choose another --out"
         )
     kept: set[str] = set()
     if files and note.read_text("utf-8") == request:
@@ -90,14 +115,18 @@ def _tidy(folder: Path, request: str) -> None:
 
 
 def put_in_place(folder: Path, out: Path) -> list[str]:
-    """Puts a finished store in its place. Returns the names of what lies there, is not of a store, and stays."""
+    """Puts a finished store in its place. Returns the names of what lies there, is not of a store,
+    and stays."""
     own = files_of_store(out) if is_store(out) else []
     return replace(out.resolve(), made=folder, own=own)
 
 
 def _check_names(out: Path) -> None:
-    """Raises StoreError if a file that the manifest of a store does not list has a name that only files of stores have."""
+    """Raises StoreError if a file that the manifest of a store does not list has a name that only
+    files of stores have."""
     foreign = others(out, own=files_of_store(out))
     for name in foreign:
         if any(fnmatch(name, pattern) for pattern in NAMES):
-            raise StoreError(f"{out / name} is not listed in {MANIFEST}, and is not replaced: {MOVE_AWAY}")
+            raise StoreError(
+                f"{out / name} is not listed in {MANIFEST}, and is not replaced: {MOVE_AWAY}"
+            )

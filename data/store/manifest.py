@@ -1,4 +1,5 @@
-"""Manifest: the description of a store, with sizes and checksums of its files, in `manifest.json`."""
+"""Manifest: the description of a store, with sizes and checksums of its files, in
+`manifest.json`."""
 
 import json
 import math
@@ -23,18 +24,23 @@ TOKENIZER_FILES = "tokenizer"
 
 
 class StoreError(UserError):
-    """A folder that is not a store, or a store that is damaged, of another version, or must not be replaced."""
+    """A folder that is not a store, or a store that is damaged, of another version, or must not be
+    replaced."""
 
 
 def how_to_prepare(folder: Path, more: str = "") -> str:
-    """Returns the command that makes a store; `more` options follow. Without --source it would be of Python's own library."""
+    """Returns the command that makes a store; `more` options follow. Without --source it would be
+    of Python's own library."""
     source = "" if folder.name == "python-stdlib" else " --source YOUR_DATA --tokenizer CHECKPOINT"
     return f"`longctx prepare{source} --out {shell(folder)}{more}`"
 
 
 def damaged(folder: Path, problem: object) -> StoreError:
     """Returns the error of a store with a problem."""
-    return StoreError(f"store {folder} is damaged: {problem}; prepare it again with {how_to_prepare(folder, ' --overwrite')}")
+    return StoreError(
+        f"store {folder} is damaged: {problem}; prepare it again with "
+        f"{how_to_prepare(folder, ' --overwrite')}"
+    )
 
 
 @dataclass(kw_only=True)
@@ -42,17 +48,19 @@ class Counts:
     """What the documents of a store, or of a part of it, add up to.
 
     Attributes:
-        documents, tokens, trained_tokens: totals; `trained_tokens` are targets.
-        longest_name, longest_length: name of the longest document, and number of its tokens.
-        unknown_tokens: number of tokens for text that the tokenizer lacks, in `unknown_documents` documents; `unknown_name` is
+        documents, tokens, trained_tokens: totals; `trained_tokens` are targets. longest_name,
+        longest_length: name of the longest document, and number of its tokens. unknown_tokens:
+        number of tokens for text that the tokenizer lacks, in `unknown_documents` documents;
+        `unknown_name` is
             the first of them.
-        dropped_documents, truncated_documents: number of conversations that are too long, and are left out or cut.
-        spelled_tokens: number of special tokens in the texts of `spelled_documents` documents; `spelled_name` is the first.
-        straddling_tokens: number of target tokens that also contain text that is not trained on.
-        empty_thoughts: number of turns that the chat template begins with an empty thought, which is not trained on.
-        lightest, heaviest: smallest and largest weight of a document.
-        weighted_documents: number of documents with weights of tokens.
-        left_out: number of conversations of which the chat template does not show a part, by part.
+        dropped_documents, truncated_documents: number of conversations that are too long, and are
+        left out or cut. spelled_tokens: number of special tokens in the texts of
+        `spelled_documents` documents; `spelled_name` is the first. straddling_tokens: number of
+        target tokens that also contain text that is not trained on. empty_thoughts: number of turns
+        that the chat template begins with an empty thought, which is not trained on. lightest,
+        heaviest: smallest and largest weight of a document. weighted_documents: number of documents
+        with weights of tokens. left_out: number of conversations of which the chat template does
+        not show a part, by part.
     """
 
     documents: int = 0
@@ -87,7 +95,9 @@ class Counts:
             "left_out": dict(Counter(self.left_out) + Counter(later.left_out)),
         }
         names = {each.name for each in fields(Counts)} - not_summed.keys()
-        return Counts(**not_summed, **{name: getattr(self, name) + getattr(later, name) for name in names})
+        return Counts(
+            **not_summed, **{name: getattr(self, name) + getattr(later, name) for name in names}
+        )
 
 
 @dataclass(kw_only=True)
@@ -95,15 +105,15 @@ class Manifest(SourceCounts, Counts):
     """Description of a store. It is written last, so a store without a manifest was never finished.
 
     Attributes:
-        request: SHA-256 of the source's content and of all settings; the same request need not be prepared again.
-        fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes only on a store with the same one.
-        tokenizer_fingerprint, vocab_size, end_of_document_token: properties of the tokenizer.
-        files: bytes of every other file of the store.
-        not_read: number of other files of the source, by the reason why they were not read.
-        template: description of the chat template, and how tokens to train on were found; empty without conversations.
-        max_length: maximum tokens of a conversation; None: no limit.
-        special_as_text: whether special tokens in texts are characters.
-        limits: maximum number of documents and of bytes, where reading stopped.
+        request: SHA-256 of the source's content and of all settings; the same request need not be
+        prepared again. fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes
+        only on a store with the same one. tokenizer_fingerprint, vocab_size, end_of_document_token:
+        properties of the tokenizer. files: bytes of every other file of the store. not_read: number
+        of other files of the source, by the reason why they were not read. template: description of
+        the chat template, and how tokens to train on were found; empty without conversations.
+        max_length: maximum tokens of a conversation; None: no limit. special_as_text: whether
+        special tokens in texts are characters. limits: maximum number of documents and of bytes,
+        where reading stopped.
     """
 
     request: str
@@ -135,8 +145,10 @@ class Manifest(SourceCounts, Counts):
         if not self.unknown_tokens:
             return ""
         return (
-            f"{self.unknown_tokens:,} of {self.tokens:,} tokens are unknown ones, for text that the tokenizer lacks, in "
-            f"{self.unknown_documents:,} of {self.documents:,} documents; the first is {self.unknown_name}"
+            f"{self.unknown_tokens:,} of {self.tokens:,} tokens are unknown ones, for text that "
+            "the tokenizer lacks, in "
+            f"{self.unknown_documents:,} of {self.documents:,} documents; the first is "
+            f"{self.unknown_name}"
         )
 
     def save(self, folder: Path) -> None:
@@ -144,22 +156,27 @@ class Manifest(SourceCounts, Counts):
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """Reads a folder's manifest and checks that every file exists with its full size. Raises StoreError."""
+        """Reads a folder's manifest and checks that every file exists with its full size. Raises
+        StoreError."""
         path = folder / MANIFEST
         if not folder.is_dir():
-            raise StoreError(f"there is no store at {folder}: make one with {how_to_prepare(folder)}")
+            raise StoreError(
+                f"there is no store at {folder}: make one with {how_to_prepare(folder)}"
+            )
         if said := complaint(sorted(folder.iterdir())):
             raise StoreError(f"store {folder}: {said}")
         if not path.is_file():
             raise StoreError(
-                f"{folder} is not a store: it has no {MANIFEST}; give the folder of a store, or make one elsewhere"
+                f"{folder} is not a store: it has no {MANIFEST}; give the folder of a store, or "
+                "make one elsewhere"
             )
         try:
             content: dict[str, Any] = json.loads(persistent(lambda: path.read_text("utf-8")))
             kind, version = content["format"], content["version"]
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(
-                f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
+                f"{path} is not the manifest of a store, or is damaged: {error}; give the folder "
+                "of a store"
             ) from error
         if kind != FORMAT or version != VERSION:
             raise StoreError(
@@ -184,6 +201,7 @@ def is_store(folder: Path) -> bool:
 
 
 def files_of_store(folder: Path) -> list[str]:
-    """Returns the names of the files that a store lists, of any version, damaged or not, and of its manifest."""
+    """Returns the names of the files that a store lists, of any version, damaged or not, and of its
+    manifest."""
     files = json.loads((folder / MANIFEST).read_text("utf-8")).get("files")
     return [MANIFEST, *files] if isinstance(files, dict) else [MANIFEST]

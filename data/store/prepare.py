@@ -1,9 +1,10 @@
 """Prepare: corpus → tokenizer → store, all or nothing.
 
-The store is built in `OUT.partial` and renamed to OUT once complete, so an interrupted preparation leaves nothing that looks
-like a store. Resuming is cheap: a trained tokenizer and every finished part (32 Mi tokens, listed in `journal.jsonl`) are kept,
-and a second call with the same request skips the documents of those parts instead of tokenizing them again. A request is the
-content of the source and all settings; if the store at OUT already matches it, nothing is done.
+The store is built in `OUT.partial` and renamed to OUT once complete, so an interrupted preparation
+leaves nothing that looks like a store. Resuming is cheap: a trained tokenizer and every finished
+part (32 Mi tokens, listed in `journal.jsonl`) are kept, and a second call with the same request
+skips the documents of those parts instead of tokenizing them again. A request is the content of the
+source and all settings; if the store at OUT already matches it, nothing is done.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,8 @@ COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokeni
 class Prepared:
     """Manifest of the requested store, and whether this call made it (False: it already existed).
 
-    `stays` names what was in the folder of a replaced store, was not written by longctx, and is still there.
+    `stays` names what was in the folder of a replaced store, was not written by longctx, and is
+    still there.
     """
 
     manifest: Manifest
@@ -64,24 +66,37 @@ def prepare(
     """Makes the store of `corpus` at `out`.
 
     Args:
-        corpus: a file of text or records, a folder of them, a dataset saved by `datasets`, OWNER/NAME of the hub, or
-            `python-stdlib`; or an open Corpus, which may also name the column of the text and the split, and have limits.
-        out: folder of the store.
-        workers: number of tokenizer threads; None: one per core.
-        overwrite: replace a store at `out` that matches another request, but only the files that its manifest lists: all
+        corpus: a file of text or records, a folder of them, a dataset saved by `datasets`,
+        OWNER/NAME of the hub, or
+            `python-stdlib`; or an open Corpus, which may also name the column of the text and the
+            split, and have limits.
+        out: folder of the store. workers: number of tokenizer threads; None: one per core.
+        overwrite: replace a store at `out` that matches another request, but only the files that
+        its manifest lists: all
             others stay. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
         choices: tokenizer, chat template and others: the attributes of `StoreRequest`.
 
     Raises:
-        CorpusError, TokenizerError: the source or the tokenizer cannot be used, or more than half of the tokens are unknown
+        CorpusError, TokenizerError: the source or the tokenizer cannot be used, or more than half
+        of the tokens are unknown
             ones. If fewer are, the manifest counts them.
         ChatError: the template refuses a conversation, or a conversation has no token to train on.
         StoreError: `out` must not be replaced, or another process is preparing it.
     """
-    corpus, out = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus)), local_path(out)
-    if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
-        raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
+    corpus, out = (
+        corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus)),
+        local_path(out),
+    )
+    if (
+        corpus.kind != STANDARD_LIBRARY
+        and Path(corpus.source).is_dir()
+        and out.resolve().is_relative_to(corpus.root.resolve())
+    ):
+        raise StoreError(
+            f"out {out} is inside the source {corpus.root}, so the source would contain it: choose "
+            "another --out"
+        )
     progress("reading the source", 0)
     known = [each.name for each in fields(StoreRequest) if each.name != "source"]
     if unknown := sorted(choices.keys() - set(known)):
@@ -100,8 +115,11 @@ def prepare(
     return Prepared(manifest, made=True, stays=tuple(stays))
 
 
-def _write(request: StoreRequest, folder: Path, workers: int | None, progress: Progress) -> Manifest:
-    """Writes the files of the store into a folder. Returns its manifest, which is not written yet."""
+def _write(
+    request: StoreRequest, folder: Path, workers: int | None, progress: Progress
+) -> Manifest:
+    """Writes the files of the store into a folder. Returns its manifest, which is not written
+    yet."""
     tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
     if request.given is not None and not tokenizer.is_bytes:
         _check_covered(tokenizer, request.corpus)
@@ -109,7 +127,9 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
     if pretrained is not None:
         _copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
     read = SourceCounts()
-    parts = write_parts(folder, request.corpus, Encoder(tokenizer, request, workers), read, progress=progress)
+    parts = write_parts(
+        folder, request.corpus, Encoder(tokenizer, request, workers), read, progress=progress
+    )
     written = sum(parts, Counts())
     _check_targets(request.corpus, read, written, request.max_length)
     conversations = bool(set(read.formats) - WITHOUT_TEMPLATE)
@@ -141,12 +161,17 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
         limits=request.corpus.limits,
     )
     if 2 * manifest.unknown_tokens > manifest.tokens:
-        raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
+        raise TokenizerError(
+            f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}"
+        )
     return manifest
 
 
-def _tokenizer(folder: Path, corpus: Corpus, ready_made: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:
-    """Returns the given tokenizer, one trained by an interrupted preparation, or a new one; saved in `folder`."""
+def _tokenizer(
+    folder: Path, corpus: Corpus, ready_made: Tokenizer | None, vocab_size: int, progress: Progress
+) -> Tokenizer:
+    """Returns the given tokenizer, one trained by an interrupted preparation, or a new one; saved
+    in `folder`."""
     file = folder / TOKENIZER
     if ready_made is None and file.is_file():
         return Tokenizer.load(file)
@@ -158,8 +183,10 @@ def _tokenizer(folder: Path, corpus: Corpus, ready_made: Tokenizer | None, vocab
 
 
 def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """Yields the texts of every document, or of every n-th document or the first ones of a large source."""
-    first = bool(corpus.limits or corpus.hub)  # of these, the first texts are taken: others may be far away
+    """Yields the texts of every document, or of every n-th document or the first ones of a large
+    source."""
+    # Of these, the first texts are taken: others may be far away.
+    first = bool(corpus.limits or corpus.hub)
     every = 1 if first else max(1, -(-corpus.bytes // TRAINING_BYTES))
     read = characters = 0.0
     for document in islice(corpus.documents(), 0, None, every):
@@ -175,7 +202,9 @@ def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
 
 
 def _unnamed(corpus: Corpus) -> TokenizerError:
-    return TokenizerError(f"{corpus.source} has token ids: name the tokenizer that they are from (--tokenizer)")
+    return TokenizerError(
+        f"{corpus.source} has token ids: name the tokenizer that they are from (--tokenizer)"
+    )
 
 
 def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, str] | None) -> None:
@@ -187,7 +216,8 @@ def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, s
 
 
 def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
-    """Raises TokenizerError if no token comes from more than half of the characters of the first texts."""
+    """Raises TokenizerError if no token comes from more than half of the characters of the first
+    texts."""
     characters = covered = 0
     for document in corpus.documents():
         if document.ids is not None or characters >= COVERED_CHARACTERS:
@@ -197,31 +227,50 @@ def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
             characters, covered = characters + counts[0], covered + counts[1]
     if 2 * covered < characters:
         raise TokenizerError(
-            f"the tokenizer makes no token of {characters - covered:,} of the first {characters:,} characters (white space not "
-            f"counted), which its normalizer or pre-tokenizer removes; more than half of the text must be kept: "
+            f"the tokenizer makes no token of {characters - covered:,} of the first {characters:,} "
+            "characters (white space not "
+            "counted), which its normalizer or pre-tokenizer removes; more than half of the text "
+            "must be kept: "
             f"{ANOTHER_TOKENIZER}"
         )
 
 
-def _check_targets(corpus: Corpus, read: SourceCounts, written: Counts, max_length: int | None) -> None:
+def _check_targets(
+    corpus: Corpus, read: SourceCounts, written: Counts, max_length: int | None
+) -> None:
     """Raises CorpusError if there is nothing to train on."""
     if corpus.separator and not any(repr(corpus.separator) in what for what in read.noted):
         what = f"the document separator {corpus.separator!r} is in no file that is one text"
-        raise CorpusError(f"source {corpus.source!r}: {what}: correct it, or omit it (--document-separator)")
+        raise CorpusError(
+            f"source {corpus.source!r}: {what}: correct it, or omit it (--document-separator)"
+        )
     if written.dropped_documents and not written.documents:
         raise CorpusError(
-            f"all {written.dropped_documents:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise "
+            f"all {written.dropped_documents:,} conversations of {corpus.source!r} have more than "
+            f"{max_length:,} tokens: raise "
             "--max-length"
         )
     if not written.documents:
-        left_out = [f"{read.empty_documents} {'is' if read.empty_documents == 1 else 'are'} empty"] * bool(read.empty_documents)
+        left_out = [
+            f"{read.empty_documents} {'is' if read.empty_documents == 1 else 'are'} empty"
+        ] * bool(read.empty_documents)
         if read.untrained_documents:
             left_out.append(f"{read.untrained_documents} switch off the loss of everything")
         if read.skipped_files:
-            left_out.append(f"{read.skipped_files} files are not UTF-8 text ({', '.join(read.skipped_names[:3])})")
+            left_out.append(
+                f"{read.skipped_files} files are not UTF-8 text "
+                f"({', '.join(read.skipped_names[:3])})"
+            )
         left_out += [f"{count:,} {what}" for what, count in read.noted.items()]
-        left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
+        left_out += [
+            f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())
+        ]
         why = ", ".join(left_out) or "it is empty"
-        raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with content")
+        raise CorpusError(
+            f"source {corpus.source!r} has no document with text: {why}; give one with content"
+        )
     if not written.trained_tokens:
-        raise CorpusError(f"source {corpus.source!r} has no targets: every document is a single token; give longer documents")
+        raise CorpusError(
+            f"source {corpus.source!r} has no targets: every document is a single token; give "
+            "longer documents"
+        )

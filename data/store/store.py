@@ -1,21 +1,26 @@
 """Store: tokenized documents on disk, opened as memory maps and read by spans.
 
-A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream files with one row per document:
+A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream files with one row per
+document:
 
     name            string
-    tokens          list<uint16 or int32>; ends with the end-of-document token, or as the checkpoint's chat template ends
+    tokens          list<uint16 or int32>; ends with the end-of-document token, or as the
+                    checkpoint's chat template ends
     length          int64, number of tokens
     trained_tokens  int64, number of targets: labels of the whole document other than -100
-    trained         list<bool>, which tokens may be targets; null means all (every document but conversations)
+    trained         list<bool>, which tokens may be targets; null means all (every document but
+                    conversations)
     weight          float64, weight of each of its targets in the loss
-    token_weights   list<float32>, further factor of each target in the loss; null means 1; only files that need it have it
+    token_weights   list<float32>, further factor of each target in the loss; null means 1; only
+                    files that need it have it
 
-The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for exports. `state.json` and
-`dataset_info.json` make the folder also a dataset of the `datasets` library (`load_from_disk`). Reading needs neither
-`datasets` nor torch, so that planning from a store's lengths starts quickly. `longctx.data.store.prepare` writes stores.
+The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for
+exports. `state.json` and `dataset_info.json` make the folder also a dataset of the `datasets`
+library (`load_from_disk`). Reading needs neither `datasets` nor torch, so that planning from a
+store's lengths starts quickly. `longctx.data.store.prepare` writes stores.
 
-The manifest has checksums of itself and of every file. Small files are verified when a store is opened, large ones part by part
-when a document there is first read.
+The manifest has checksums of itself and of every file. Small files are verified when a store is
+opened, large ones part by part when a document there is first read.
 """
 
 import hashlib
@@ -62,8 +67,8 @@ class Source:
     """One of several stores that are read as one.
 
     Attributes:
-        documents: indices of its documents among those of all stores.
-        amount, unit: amount to take from the store: a `weight` (share of the tokens, relative to the other weights), or a
+        documents: indices of its documents among those of all stores. amount, unit: amount to take
+        from the store: a `weight` (share of the tokens, relative to the other weights), or a
             number of `epochs` (in the time in which the other stores pass theirs).
     """
 
@@ -75,15 +80,15 @@ class Source:
 
 
 class Store:
-    """Documents of a store, or of several, numbered from 0. Use `Store.open`, and `Store.join` for several.
+    """Documents of a store, or of several, numbered from 0. Use `Store.open`, and `Store.join` for
+    several.
 
     Attributes:
-        sources: the stores that this one consists of; a single store has itself.
-        lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
-        trained_tokens: targets per document, int64 `[documents]`.
-        weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by default.
-        weighted: whether a document has weights of tokens.
-        fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
+        sources: the stores that this one consists of; a single store has itself. lengths: tokens
+        per document, including the end-of-document token, int64 `[documents]`. trained_tokens:
+        targets per document, int64 `[documents]`. weights: weight of each target of a document in
+        the loss, float64 `[documents]`; 1 by default. weighted: whether a document has weights of
+        tokens. fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
     """
 
     def __init__(
@@ -98,28 +103,38 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self.sources = tuple(sources) or (Source(path, manifest.fingerprint, range(table.num_rows)),)
+        self.sources = tuple(sources) or (
+            Source(path, manifest.fingerprint, range(table.num_rows)),
+        )
         prints = [source.fingerprint for source in self.sources]
-        self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
+        self.fingerprint = (
+            prints[0] if len(prints) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
+        )
         self._table = table
         self.weighted = "token_weights" in table.column_names
         self.lengths: Int64Array = table.column("length").to_numpy()
         self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
         weights = table.column("weight")
-        all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)  # then a single number suffices
-        self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
+        # Then a single number suffices.
+        all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)
+        self.weights: npt.NDArray[np.float64] = (
+            np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
+        )
         self._names = table.column("name")
         self._batches = batches
         self._first_document = np.cumsum([0] + [batch.rows.num_rows for batch in self._batches])
 
     @classmethod
     def open(cls, path: Path | str) -> "Store":
-        """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out."""
+        """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way
+        out."""
         path = local_path(path)
         manifest = Manifest.load(path)
         try:
             for name in manifest.files:
-                if not name.endswith(ARROW) and (problem := damage(path / name, manifest.checksums[name])):
+                if not name.endswith(ARROW) and (
+                    problem := damage(path / name, manifest.checksums[name])
+                ):
                     raise ValueError(problem)
             used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)
             parts = sorted(name for name in manifest.files if name.endswith(ARROW))
@@ -127,28 +142,47 @@ class Store:
             table = pyarrow.concat_tables([file.table for file in files], promote_options="default")
         except (pyarrow.ArrowException, ValueError) as error:
             raise damaged(path, error) from error
-        if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
-            raise StoreError(f"store {path} has files of another store: prepare it again with `longctx prepare --overwrite`")
-        for column, total in (("length", manifest.tokens), ("trained_tokens", manifest.trained_tokens)):
-            if (actual := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)) != total:
+        if (
+            used.fingerprint != manifest.tokenizer_fingerprint
+            or table.num_rows != manifest.documents
+        ):
+            raise StoreError(
+                f"store {path} has files of another store: prepare it again with `longctx prepare "
+                "--overwrite`"
+            )
+        for column, total in (
+            ("length", manifest.tokens),
+            ("trained_tokens", manifest.trained_tokens),
+        ):
+            if (
+                actual := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)
+            ) != total:
                 found = filter(None, (file.damage() for file in files))
                 raise damaged(path, next(found, f"{column} adds up to {actual:,}, not {total:,}"))
         return cls(path, manifest, used, table, [batch for file in files for batch in file.batches])
 
     @classmethod
-    def join(cls, stores: Sequence["Store"], amounts: Sequence[float], unit: str = "weight") -> "Store":
-        """Joins several stores into one, one after the other, with the `amounts` to take of each, in `unit` (see `Source`).
+    def join(
+        cls, stores: Sequence["Store"], amounts: Sequence[float], unit: str = "weight"
+    ) -> "Store":
+        """Joins several stores into one, one after the other, with the `amounts` to take of each,
+        in `unit` (see `Source`).
 
-        Raises StoreError if they were made with different tokenizers, or if two have the same documents.
+        Raises StoreError if they were made with different tokenizers, or if two have the same
+        documents.
         """
         first, *others = stores
         for store, other in itertools.combinations(stores, 2):
             if store.fingerprint == other.fingerprint:
-                raise StoreError(f"stores {store.path} and {other.path} have the same documents: give only one of them")
+                raise StoreError(
+                    f"stores {store.path} and {other.path} have the same documents: give only one "
+                    "of them"
+                )
         for store in others:
             if store.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise StoreError(
-                    f"store {store.path} was made with another tokenizer than store {first.path}: prepare both with the same "
+                    f"store {store.path} was made with another tokenizer than store {first.path}: "
+                    "prepare both with the same "
                     f"tokenizer (`longctx prepare --tokenizer {shell(first.path / TOKENIZER)}`)"
                 )
         ends = itertools.accumulate(map(len, stores))
@@ -181,71 +215,103 @@ class Store:
     @property
     def largest_token(self) -> int:
         """Largest token id of all documents; reads all of them."""
-        return max(pyarrow.compute.max(batch.rows.column("tokens").values).as_py() or 0 for batch in self._batches)
+        return max(
+            pyarrow.compute.max(batch.rows.column("tokens").values).as_py() or 0
+            for batch in self._batches
+        )
 
     def tokens_by_source(self, documents: Sequence[int], tokens: Sequence[int]) -> dict[str, int]:
-        """Returns the sum of `tokens`, given per entry of `documents`, by the path of their store; {} for a single store."""
+        """Returns the sum of `tokens`, given per entry of `documents`, by the path of their store;
+        {} for a single store."""
         if len(self.sources) == 1:
             return {}
         by_path = dict.fromkeys((str(source.path) for source in self.sources), 0)
         firsts = [source.documents.start for source in self.sources]
-        for place, count in zip(np.searchsorted(firsts, documents, side="right") - 1, tokens, strict=True):
+        for place, count in zip(
+            np.searchsorted(firsts, documents, side="right") - 1, tokens, strict=True
+        ):
             by_path[str(self.sources[place].path)] += count
         return by_path
 
     def name(self, document: int) -> str:
         return str(self._names[document].as_py())
 
-    def read(self, document: int, start: int, stop: int, *, end: int | None = None) -> tuple[Int64Array, Int64Array]:
-        """Reads tokens and labels, both int64 `[stop - start]`, of positions start … stop - 1 of a document.
+    def read(
+        self, document: int, start: int, stop: int, *, end: int | None = None
+    ) -> tuple[Int64Array, Int64Array]:
+        """Reads tokens and labels, both int64 `[stop - start]`, of positions start … stop - 1 of a
+        document.
 
-        The label of position i is token i + 1 if that token may be a target and i + 1 < `end` (default: the document's
-        length), else -100. Only this span and one more token are read from disk.
+        The label of position i is token i + 1 if that token may be a target and i + 1 < `end`
+        (default: the document's length), else -100. Only this span and one more token are read from
+        disk.
         """
         end = int(self.lengths[document]) if end is None else end
         if not 0 <= start <= stop <= end <= self.lengths[document]:
-            raise IndexError(f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop} before {end}")
+            raise IndexError(
+                f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop} "
+                f"before {end}"
+            )
         after = min(stop + 1, end)  # one more token, for the last label
         tokens, trained = self._read(document, start, after)
         labels = np.full(stop - start, IGNORED_LABEL, np.int64)
         labels[: max(0, after - start - 1)] = np.where(trained[1:], tokens[1:], IGNORED_LABEL)
         return tokens[: stop - start], labels
 
-    def tokens(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Reads tokens, int64 `[stop - start]`, of a span of a document, and which of them may be targets."""
+    def tokens(
+        self, document: int, start: int, stop: int
+    ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Reads tokens, int64 `[stop - start]`, of a span of a document, and which of them may be
+        targets."""
         if not 0 <= start <= stop <= self.lengths[document]:
-            raise IndexError(f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop}")
+            raise IndexError(
+                f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop}"
+            )
         return self._read(document, start, stop)
 
     def token_weights(self, document: int, start: int, stop: int) -> npt.NDArray[np.float32] | None:
-        """Reads weights of the targets start … stop - 1 of a document, float32 `[stop - start]`; None: 1 for all of it.
+        """Reads weights of the targets start … stop - 1 of a document, float32 `[stop - start]`;
+        None: 1 for all of it.
 
         Tokens that are no targets have 0. They multiply the weight of the document.
         """
         return self._values(document, "token_weights", start, stop) if self.weighted else None
 
     def target_tokens(self, document: int, start: int, stop: int) -> int:
-        """Returns the number of targets of the span start … stop - 1 as a separate document, whose first token is no target."""
+        """Returns the number of targets of the span start … stop - 1 as a separate document, whose
+        first token is no target."""
         if stop - start == self.lengths[document]:
             return int(self.trained_tokens[document])
         return int(self._trained(document, start + 1, stop).sum()) if stop > start + 1 else 0
 
-    def has_targets(self, documents: Int64Array, starts: Int64Array, stops: Int64Array) -> npt.NDArray[np.bool_]:
-        """Returns which of these spans have a target as separate documents; reads those that are parts of conversations."""
+    def has_targets(
+        self, documents: Int64Array, starts: Int64Array, stops: Int64Array
+    ) -> npt.NDArray[np.bool_]:
+        """Returns which of these spans have a target as separate documents; reads those that are
+        parts of conversations."""
         has_target: npt.NDArray[np.bool_] = stops - starts > 1
         whole = stops - starts == self.lengths[documents]
         has_target[whole] = self.trained_tokens[documents[whole]] > 0
-        for place in np.flatnonzero(has_target & ~whole & (self.trained_tokens < self.lengths - 1)[documents]):
-            has_target[place] = self.target_tokens(int(documents[place]), int(starts[place]), int(stops[place])) > 0
+        for place in np.flatnonzero(
+            has_target & ~whole & (self.trained_tokens < self.lengths - 1)[documents]
+        ):
+            has_target[place] = (
+                self.target_tokens(int(documents[place]), int(starts[place]), int(stops[place])) > 0
+            )
         return has_target
 
-    def _read(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Returns tokens of a document and which may be targets. Raises StoreError if they are damaged."""
+    def _read(
+        self, document: int, start: int, stop: int
+    ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Returns tokens of a document and which may be targets. Raises StoreError if they are
+        damaged."""
         tokens = self._values(document, "tokens", start, stop).astype(np.int64)
         size = self.tokenizer.vocab_size
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < size):
             at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
-            where = f"document {self.name(document)} has token {tokens[at]} at position {start + at}"
+            where = (
+                f"document {self.name(document)} has token {tokens[at]} at position {start + at}"
+            )
             raise damaged(self._path(document), f"{where}, but its tokenizer has {size:,} tokens")
         return tokens, self._trained(document, start, stop)
 
@@ -254,7 +320,8 @@ class Store:
         return np.ones(stop - start, np.bool_) if mask is None else mask
 
     def _values(self, document: int, column: str, start: int, stop: int) -> Any:
-        """Returns a span of a document's list in a column; None: it has none. Raises StoreError if it is damaged."""
+        """Returns a span of a document's list in a column; None: it has none. Raises StoreError if
+        it is damaged."""
         index = int(np.searchsorted(self._first_document, document, side="right")) - 1
         batch = self._batches[index]
         if problem := batch.file.damage(batch.begin, batch.end):

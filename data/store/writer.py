@@ -1,6 +1,8 @@
-"""Writer: tokenizes documents batch by batch and streams them into Arrow files, the parts of a store.
+"""Writer: tokenizes documents batch by batch and streams them into Arrow files, the parts of a
+store.
 
-Finished parts are listed in `journal.jsonl`, so that an interrupted preparation continues after them.
+Finished parts are listed in `journal.jsonl`, so that an interrupted preparation continues after
+them.
 """
 
 import json
@@ -37,7 +39,8 @@ Row = EncodedDocument | None
 
 @dataclass(kw_only=True)
 class Part(Counts):
-    """An Arrow file, as the journal lists it once finished; `weighted`: whether it has the column `token_weights`."""
+    """An Arrow file, as the journal lists it once finished; `weighted`: whether it has the column
+    `token_weights`."""
 
     file: str
     source_bytes: float
@@ -45,10 +48,16 @@ class Part(Counts):
     checksums: str
 
 
-def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCounts, *, progress: Progress) -> list[Part]:
+def write_parts(
+    folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCounts, *, progress: Progress
+) -> list[Part]:
     """Writes the Arrow files that are still missing. Returns all parts."""
     parts = finished_parts(folder)
-    documents = islice(corpus.documents(counts), sum(part.documents + part.dropped_documents for part in parts), None)
+    documents = islice(
+        corpus.documents(counts),
+        sum(part.documents + part.dropped_documents for part in parts),
+        None,
+    )
     read = sum(part.source_bytes for part in parts)
     writer: _PartWriter | None = None
     with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
@@ -63,7 +72,9 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCo
             if writer is not None and weighted > writer.weighted:
                 finish(writer)
                 writer = None
-            writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer, weighted)
+            writer = writer or _PartWriter(
+                folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer, weighted
+            )
             writer.write(batch, rows)
             read += sum(document.source_bytes for document in batch)
             progress("tokenizing", min(1.0, read / max(1, corpus.bytes)))
@@ -77,7 +88,8 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCo
 
 
 def finished_parts(folder: Path) -> list[Part]:
-    """Returns the parts that the journal lists, up to the first incomplete or damaged line or file."""
+    """Returns the parts that the journal lists, up to the first incomplete or damaged line or
+    file."""
     file = folder / JOURNAL
     parts: list[Part] = []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
@@ -91,8 +103,11 @@ def finished_parts(folder: Path) -> list[Part]:
     return parts
 
 
-def _encoded(batches: Iterator[list[Document]], encoder: Encoder) -> Iterator[tuple[list[Document], list[Row]]]:
-    """Yields batches with the results of `Encoder.encode`; the next batch is read and rendered while one is tokenized."""
+def _encoded(
+    batches: Iterator[list[Document]], encoder: Encoder
+) -> Iterator[tuple[list[Document], list[Row]]]:
+    """Yields batches with the results of `Encoder.encode`; the next batch is read and rendered
+    while one is tokenized."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         ahead: tuple[list[Document], Future[list[Row]]] | None = None
         for batch in batches:
@@ -137,7 +152,10 @@ class _PartWriter:
         if not rows:
             return
         masks = [row.trained for row in rows]
-        targets = [len(row.tokens) - 1 if row.trained is None else int(np.count_nonzero(row.trained[1:])) for row in rows]
+        targets = [
+            len(row.tokens) - 1 if row.trained is None else int(np.count_nonzero(row.trained[1:]))
+            for row in rows
+        ]
         columns = {
             "name": [row.document.name for row in rows],
             "tokens": [row.tokens for row in rows],
@@ -145,14 +163,17 @@ class _PartWriter:
             "trained_tokens": targets,
             "trained": [None if mask is None else mask != 0 for mask in masks],
             "weight": [row.document.weight for row in rows],
-            "token_weights": [mask if _has_weights(mask) else None for mask in masks],  # only if it is in the schema
+            # Only if it is in the schema.
+            "token_weights": [mask if _has_weights(mask) else None for mask in masks],
         }
         self._stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema=self._schema))
         self.counts += self._counted(rows, sum(targets))
 
     def _counted(self, rows: Sequence[EncodedDocument], targets: int) -> Counts:
         longest = max(rows, key=lambda row: len(row.tokens))
-        unknown = [0 if self._unknown is None else int((row.tokens == self._unknown).sum()) for row in rows]
+        unknown = [
+            0 if self._unknown is None else int((row.tokens == self._unknown).sum()) for row in rows
+        ]
         weights = [row.document.weight for row in rows]
         return Counts(
             documents=len(rows),
@@ -162,7 +183,9 @@ class _PartWriter:
             longest_length=len(longest.tokens),
             unknown_tokens=sum(unknown),
             unknown_documents=sum(map(bool, unknown)),
-            unknown_name=next((row.document.name for row, count in zip(rows, unknown, strict=True) if count), ""),
+            unknown_name=next(
+                (row.document.name for row, count in zip(rows, unknown, strict=True) if count), ""
+            ),
             truncated_documents=sum(row.truncated for row in rows),
             spelled_tokens=sum(row.spelled for row in rows),
             spelled_documents=sum(row.spelled > 0 for row in rows),
@@ -191,7 +214,9 @@ def _has_weights(trained: TokenWeights | None) -> bool:
     return trained is not None and trained.dtype == np.float32
 
 
-def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str) -> None:
+def write_dataset_files(
+    folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str
+) -> None:
     """Writes the files that `datasets.load_from_disk` needs besides the Arrow files."""
     import datasets  # imported here: it takes a second, and only preparing needs it
 

@@ -2,13 +2,15 @@
 
     torchrun --standalone --nproc-per-node 2 examples/integrations/torchtitan_attention.py
 
-Runs in seconds on two CPU cores. torchtitan's own context parallelism has one size for a run, and refuses the masks of its
-variable-length attention. Its blocks pass `attention_masks` on to the inner attention as it is, so here it carries the
-attention of the micro-batch, and `positions` those of this rank's tokens. Loss and gradients equal those of one process that
-runs one document after another.
+Runs in seconds on two CPU cores. torchtitan's own context parallelism has one size for a run, and
+refuses the masks of its variable-length attention. Its blocks pass `attention_masks` on to the
+inner attention as it is, so here it carries the attention of the micro-batch, and `positions` those
+of this rank's tokens. Loss and gradients equal those of one process that runs one document after
+another.
 
-Written for torchtitan 0.3.0 (2026-09): decoders with full causal attention, such as Llama 3 and Qwen 3. Its Trainer would have
-to plan, and to run the micro-batches of a plan, as `forward_backward` does; nor were its compilation and sharding tried.
+Written for torchtitan 0.3.0 (2026-09): decoders with full causal attention, such as Llama 3 and
+Qwen 3. Its Trainer would have to plan, and to run the micro-batches of a plan, as
+`forward_backward` does; nor were its compilation and sharding tried.
 """
 
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ LENGTHS, VOCABULARY = (900, 150, 150, 40, 40), 2048
 
 
 class RingInnerAttention(Module):
-    """Calls the attention that the model gets as `attention_masks`; q, k and v are [1, tokens, heads, head_dim]."""
+    """Calls the attention that the model gets as `attention_masks`; q, k and v are [1, tokens,
+    heads, head_dim]."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -48,7 +51,8 @@ class RingInnerAttention(Module):
     ) -> torch.Tensor:
         if not isinstance(attention_masks, RingAttention) or len(q) != 1:
             raise ValueError(
-                f"this model has ring attention, but got {type(attention_masks).__name__} for {len(q)} rows of tokens: call it "
+                f"this model has ring attention, but got {type(attention_masks).__name__} for "
+                f"{len(q)} rows of tokens: call it "
                 "with attention_masks=RingAttention(layout), and with all documents in one row"
             )
         if scale is not None and scale != q.shape[-1] ** -0.5:
@@ -57,20 +61,28 @@ class RingInnerAttention(Module):
 
 
 def use_ring_attention(config: Any) -> Any:
-    """Replaces the inner attention of all layers in a decoder's config, before `config.build()`. Returns the config."""
+    """Replaces the inner attention of all layers in a decoder's config, before `config.build()`.
+    Returns the config."""
     for layer in config.layers:
         layer.attention.inner_attention = RingInnerAttention.Config()
     return config
 
 
 def read_documents(step: int) -> list[torch.Tensor]:
-    """Returns token ids [length] for each of LENGTHS: counts up from a random number, which a model can learn."""
-    starts = torch.randint(VOCABULARY, (len(LENGTHS),), generator=torch.Generator().manual_seed(step)).tolist()
-    return [(torch.arange(length) + start) % VOCABULARY for start, length in zip(starts, LENGTHS, strict=True)]
+    """Returns token ids [length] for each of LENGTHS: counts up from a random number, which a model
+    can learn."""
+    starts = torch.randint(
+        VOCABULARY, (len(LENGTHS),), generator=torch.Generator().manual_seed(step)
+    ).tolist()
+    return [
+        (torch.arange(length) + start) % VOCABULARY
+        for start, length in zip(starts, LENGTHS, strict=True)
+    ]
 
 
 def forward_backward(model: torch.nn.Module, documents: list[torch.Tensor]) -> tuple[float, Plan]:
-    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
+    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on
+    every rank."""
     profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx calibrate`
     lengths = [len(document) for document in documents]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=800, profile=profile)
@@ -78,14 +90,17 @@ def forward_backward(model: torch.nn.Module, documents: list[torch.Tensor]) -> t
     loss = torch.zeros(())
     for batch in micro_batches:  # every rank must run every micro-batch, even without tokens in it
         padding = 0, int(not len(batch.tokens))  # blocks cannot reshape an empty row
-        row, positions = (F.pad(each, padding).unsqueeze(0) for each in (batch.tokens, batch.positions))
+        row, positions = (
+            F.pad(each, padding).unsqueeze(0) for each in (batch.tokens, batch.positions)
+        )
         logits = model(row, positions=positions, attention_masks=RingAttention(batch.layout))[0]
         labels = F.pad(batch.labels, padding, value=-100)  # shifted already
         part = F.cross_entropy(logits, labels, reduction="sum") / targets
         part.backward()
         loss += part.detach()
     for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
-        dist.all_reduce(tensor)  # a sum: each part is already divided by the number of targets of the whole step
+        # A sum: each part is already divided by the number of targets of the whole step.
+        dist.all_reduce(tensor)
     return loss.item(), plan
 
 

@@ -1,4 +1,5 @@
-"""Contexts: what each token may have seen in forward, as sequences that the reference runs one after the other."""
+"""Contexts: what each token may have seen in forward, as sequences that the reference runs one
+after the other."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -8,12 +9,13 @@ from typing import Literal, NamedTuple
 from longctx.check.record import Record
 
 Sight = Literal["causal", "no padding", "both", "next", "no window"]
-"""Of what is in a sequence a token sees: it and all earlier ones, these without padding, all, also the one after it, or earlier
-ones beyond windows."""
+"""Of what is in a sequence a token sees: it and all earlier ones, these without padding, all, also
+the one after it, or earlier ones beyond windows."""
 
 
 class Sequence(NamedTuple):
-    """Tokens that see each other, by their numbers in a probe (-1: padding), and their positions."""
+    """Tokens that see each other, by their numbers in a probe (-1: padding), and their
+    positions."""
 
     numbers: tuple[int, ...]
     positions: tuple[int, ...]
@@ -47,13 +49,24 @@ def contexts(record: Record, windows: bool) -> list[Context]:
     cut, shard, mixed = (SHARD_RESTARTED, SHARD, RANK_ROW) if split else (CUT, CUT, ROW)
     padded = any(row and row[0] < 0 for row in rows)
     pieces = [piece for row in calls for piece in tokens.pieces(row)]
-    alone = [row for row in calls if -1 in row and len({tokens.document[number] for number in _real(row)}) == 1]
+    alone = [
+        row
+        for row in calls
+        if -1 in row and len({tokens.document[number] for number in _real(row)}) == 1
+    ]
     alone += [document for document in documents if document not in map(_real, alone)]
-    padding = [[-1] * len(list(run)) for row in calls for real, run in groupby(row, lambda n: n >= 0) if not real]
+    padding = [
+        [-1] * len(list(run))
+        for row in calls
+        for real, run in groupby(row, lambda n: n >= 0)
+        if not real
+    ]
     whole, parts = ([_real(row) for row in each] for each in (rows, calls))
     in_row = {number: position for row in rows for position, number in enumerate(row)}
     in_call = {number: position for row in calls for position, number in enumerate(row)}
-    given = {n: at for row in record.calls for n, at in zip(row.numbers, row.positions, strict=False)}
+    given = {
+        n: at for row in record.calls for n, at in zip(row.numbers, row.positions, strict=False)
+    }
 
     def own(row: list[int]) -> Iterable[int]:
         return [place[number] if number >= 0 else at for at, number in enumerate(row)]
@@ -81,7 +94,11 @@ def contexts(record: Record, windows: bool) -> list[Context]:
         _context("attention is not causal", documents, own, "both"),
         _context("tokens see the one after them, which they predict", documents, own, "next"),
         _context("padding is seen", rows if padded else [], counted),
-        _context(LOCAL_POSITIONS, documents if split else [], lambda row: [in_call.get(n, place[n]) for n in row]),
+        _context(
+            LOCAL_POSITIONS,
+            documents if split else [],
+            lambda row: [in_call.get(n, place[n]) for n in row],
+        ),
         _context(GIVEN, documents, lambda row: [given.get(n, place[n]) for n in row]),
         _context("sliding windows are ignored", documents if windows else [], own, "no window"),
     ]
@@ -92,7 +109,10 @@ def contexts(record: Record, windows: bool) -> list[Context]:
 
 
 def _context(
-    name: str, rows: Iterable[list[int]], positions: Callable[[list[int]], Iterable[int]], sight: Sight = "causal"
+    name: str,
+    rows: Iterable[list[int]],
+    positions: Callable[[list[int]], Iterable[int]],
+    sight: Sight = "causal",
 ) -> Context:
     sequences = (Sequence(tuple(row), tuple(positions(row)), sight) for row in rows if row)
     return Context(name, tuple(dict.fromkeys(sequences)))
@@ -103,8 +123,11 @@ def _real(row: list[int]) -> list[int]:
 
 
 def _is_split(record: Record) -> bool:
-    """Returns whether ranks hold parts of a document that batches, or else calls of one number, have whole."""
-    if record.batched and {tuple(call.ids) for call in record.calls} <= {tuple(row.ids) for row in record.rows}:
+    """Returns whether ranks hold parts of a document that batches, or else calls of one number,
+    have whole."""
+    if record.batched and {tuple(call.ids) for call in record.calls} <= {
+        tuple(row.ids) for row in record.rows
+    }:
         return False
     together = defaultdict[object, set[tuple[int, int]]](set)
     for row in record.calls:

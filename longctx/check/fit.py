@@ -1,4 +1,5 @@
-"""Fit: which token predicts what, with which weight and in which context, so that a step's gradient follows."""
+"""Fit: which token predicts what, with which weight and in which context, so that a step's gradient
+follows."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ from longctx.check.record import Record
 from longctx.check.reference import Columns, Prediction, Reference
 
 EXACT, NEAR = 1e-4, 2e-2
-"""Largest residual relative to the gradient: of a true context, where float32 leaves about 1e-6, a wrong one 1e-2 and more; and
-where hidden states are unknown."""
+"""Largest residual relative to the gradient: of a true context, where float32 leaves about 1e-6, a
+wrong one 1e-2 and more; and where hidden states are unknown."""
 SAME_STATE = 1e-4
 """Largest relative difference of two hidden states that are the same."""
 Pair = tuple[int, int]
@@ -62,18 +63,29 @@ class Fit:
         """Whether all of the gradient follows from the weights."""
         # Padding is alike in many places, so that the weight of each is in doubt.
         pairs = self.pairs()
-        of_padding = max((abs(weight) for (number, _), weight in pairs.items() if number < 0), default=0.0)
-        return not self.unknown and self.tolerance == EXACT and of_padding < 1e-3 * max(map(abs, pairs.values()))
+        of_padding = max(
+            (abs(weight) for (number, _), weight in pairs.items() if number < 0), default=0.0
+        )
+        return (
+            not self.unknown
+            and self.tolerance == EXACT
+            and of_padding < 1e-3 * max(map(abs, pairs.values()))
+        )
 
 
 class Fitter:
     """Explains the gradient of a record by its contexts, the right one first."""
 
     def __init__(self, record: Record, reference: Reference, candidates: list[Context]) -> None:
-        self.tokens, self.reference, self.candidates = (tokens := record.tokens), reference, candidates
+        self.tokens, self.reference, self.candidates = (
+            (tokens := record.tokens),
+            reference,
+            candidates,
+        )
         self.gradient = reference.of(record.gradients)
         self.documents = range(len(tokens.probe.lengths))
-        self.following = defaultdict[int, dict[int, None]](dict)  # ids after each token, in its document or in a row
+        # Ids after each token, in its document or in a row.
+        self.following = defaultdict[int, dict[int, None]](dict)
         for document in self.documents:
             *others, last = tokens.of(document)
             for number in others:
@@ -86,7 +98,8 @@ class Fitter:
         self._columns: dict[tuple[Sequence, ...], tuple[list[Prediction], Columns]] = {}
 
     def fit(self) -> Fit:
-        """Returns the first context that is exact for all documents; else what the gradient tells; else the nearest context."""
+        """Returns the first context that is exact for all documents; else what the gradient tells;
+        else the nearest context."""
         fits = list[Fit]()
         for context in self.candidates:
             fits.append(self._of(context))
@@ -98,7 +111,8 @@ class Fitter:
         return read if read.exact else nearest
 
     def alike(self, fit: Fit) -> list[str]:
-        """Returns the names of other contexts that are exact, too, if the one of `fit` is a fault."""
+        """Returns the names of other contexts that are exact, too, if the one of `fit` is a
+        fault."""
         names = {context.name for context in fit.contexts.values()}
         if not fit.exact or APART in names or fit.unseen:
             return []
@@ -120,7 +134,10 @@ class Fitter:
         if context.sequences not in self._columns:
             found = list[Prediction]()
             for sequence in context.sequences:
-                after = [*(self.reference.id_of(number) for number in sequence.numbers[1:]), self.tokens.probe.pad]
+                after = [
+                    *(self.reference.id_of(number) for number in sequence.numbers[1:]),
+                    self.tokens.probe.pad,
+                ]
                 for place, number in enumerate(sequence.numbers):
                     targets = self.following[number] if number >= 0 else [after[place]]
                     found += [Prediction(sequence, place, target) for target in targets]
@@ -129,10 +146,12 @@ class Fitter:
 
 
 class Reading:
-    """What a gradient tells without a context for all documents: weight and hidden state of every prediction, by its own row.
+    """What a gradient tells without a context for all documents: weight and hidden state of every
+    prediction, by its own row.
 
-    Row y is w · (softmax(W h) - 1)[y] · h, but for small parts of others, if one token alone predicts y. All h have the
-    length that the last norm gives them, so that w and h follow, whatever forward was; contexts tell whose h it is.
+    Row y is w · (softmax(W h) - 1)[y] · h, but for small parts of others, if one token alone
+    predicts y. All h have the length that the last norm gives them, so that w and h follow,
+    whatever forward was; contexts tell whose h it is.
     """
 
     def __init__(self, fitter: Fitter, nearest: Context, matrix: torch.Tensor) -> None:
@@ -142,26 +161,42 @@ class Reading:
         for context in fitter.candidates:
             for sequence in context.sequences:
                 self.context_of.setdefault(sequence, context)
-        self.owners = [(sequence, place) for sequence in self.context_of for place in range(len(sequence.numbers))]
+        self.owners = [
+            (sequence, place)
+            for sequence in self.context_of
+            for place in range(len(sequence.numbers))
+        ]
         self.owned = torch.cat([fitter.reference.states(sequence) for sequence in self.context_of])
 
     def fit(self) -> Fit:
-        """Returns the best fit. Of ids that many tokens predict, columns are known; if not, all these tokens count as one."""
+        """Returns the best fit. Of ids that many tokens predict, columns are known; if not, all
+        these tokens count as one."""
         pad = self.tokens.probe.pad
-        fits = [self._fit(shared) for shared in dict.fromkeys(map(frozenset, ({END, pad}, {END}, set[int]())))]
+        fits = [
+            self._fit(shared)
+            for shared in dict.fromkeys(map(frozenset, ({END, pad}, {END}, set[int]())))
+        ]
         return min(fits, key=lambda fit: (not fit.exact, len(fit.unseen), fit.residual))
 
     def _fit(self, shared: frozenset[int]) -> Fit:
         """Returns the fit in which several tokens predict the `shared` ids."""
         given = dict.fromkeys((*self.tokens.ids, self.tokens.probe.pad))
-        ids, contexts = [token for token in given if token not in shared], dict.fromkeys(self.fitter.documents, self.nearest)
+        ids, contexts = (
+            [token for token in given if token not in shared],
+            dict.fromkeys(self.fitter.documents, self.nearest),
+        )
         as_one = END in ids  # which is not exact
         for tolerance in (100 * SAME_STATE, 50 * SAME_STATE if as_one else SAME_STATE):
-            known = self._known(contexts, shared)  # the second time, the ends of documents have the contexts of their documents
+            # The second time, the ends of documents have the contexts of their documents.
+            known = self._known(contexts, shared)
             columns = self.fitter.reference.columns(known)
-            h, of_ids, left, of_known = _read(self.fitter.gradient, self.matrix, torch.tensor(ids), self.size, columns)
+            h, of_ids, left, of_known = _read(
+                self.fitter.gradient, self.matrix, torch.tensor(ids), self.size, columns
+            )
             weights, unknown = self._matched(ids, h, of_ids, tolerance)
-            contexts = {document: self._context(document, weights) for document in self.fitter.documents}
+            contexts = {
+                document: self._context(document, weights) for document in self.fitter.documents
+            }
         left[list(shared)] = 0
         weights |= dict(zip(known, of_known.tolist(), strict=True))
         if as_one:
@@ -176,13 +211,16 @@ class Reading:
             each
             for context in dict.fromkeys(contexts.values())
             for each in self.fitter.columns(context)[0]
-            if each.target in shared and each.number >= 0 and contexts[self.tokens.document[each.number]] is context
+            if each.target in shared
+            and each.number >= 0
+            and contexts[self.tokens.document[each.number]] is context
         ]
 
     def _matched(
         self, ids: list[int], h: torch.Tensor, weights: torch.Tensor, near: float
     ) -> tuple[dict[Prediction, float], dict[Pair, float]]:
-        """Returns weights of predictions: whose hidden state predicts an id; and by token and id, where it is none's.
+        """Returns weights of predictions: whose hidden state predicts an id; and by token and id,
+        where it is none's.
 
         The token before the predicted one comes first, in its first context.
         """
@@ -194,7 +232,8 @@ class Reading:
             number = self.tokens.number.get(token, 0)
             before = number - 1 if self.tokens.place[number] else -1
             predictions = {
-                n: Prediction(self.owners[n][0], self.owners[n][1], token) for n in alike[at].nonzero()[:, 0].tolist()
+                n: Prediction(self.owners[n][0], self.owners[n][1], token)
+                for n in alike[at].nonzero()[:, 0].tolist()
             }
             if not predictions:
                 unknown[before, token] = weight
@@ -205,7 +244,11 @@ class Reading:
 
     def _context(self, document: int, weights: Mapping[Prediction, float]) -> Context:
         """Returns the wrong context that most tokens of a document have, or the right one."""
-        found = (each for each in weights if each.number >= 0 and self.tokens.document[each.number] == document)
+        found = (
+            each
+            for each in weights
+            if each.number >= 0 and self.tokens.document[each.number] == document
+        )
         votes = Counter(self.context_of[each.sequence] for each in found)
         wrong = (context for context in votes if context.name != APART)
         return max(wrong, key=votes.__getitem__, default=self.fitter.candidates[0])
@@ -214,10 +257,14 @@ class Reading:
 def _read(
     gradient: torch.Tensor, matrix: torch.Tensor, ids: torch.Tensor, size: float, known: Columns
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns h [T, H] and weights [T] of predictions of `ids` [T], what is left [V, H], and weights of known columns."""
+    """Returns h [T, H] and weights [T] of predictions of `ids` [T], what is left [V, H], and
+    weights of known columns."""
     one, of_ids = torch.eye(len(ids)).double(), gradient.new_zeros(len(ids), len(matrix))
     of_ids[range(len(ids)), ids] = 1
-    h, of_known = torch.zeros(len(ids), matrix.shape[1]).double(), torch.zeros(len(known.left)).double()
+    h, of_known = (
+        torch.zeros(len(ids), matrix.shape[1]).double(),
+        torch.zeros(len(known.left)).double(),
+    )
     for _ in range(20):
         p = torch.softmax(h @ matrix.T, -1)
         weighted = -torch.linalg.solve(one - p[:, ids].T, (gradient - known.sum(of_known))[ids])

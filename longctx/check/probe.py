@@ -1,4 +1,5 @@
-"""Probes: documents whose every token names its document and its place, so that ids alone tell what a step did with them."""
+"""Probes: documents whose every token names its document and its place, so that ids alone tell what
+a step did with them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,11 @@ from typing import Any
 from longctx.errors import UserError
 
 PAD, END, FIRST = 0, 1, 2
-"""Ids of padding and of the end of a text, and the first id of documents. No other id occurs twice."""
+"""Ids of padding and of the end of a text, and the first id of documents. No other id occurs
+twice."""
 LENGTHS = (1, 2, 37, 61, 5, 18, 29, 7, 3, 44, 11, 23)
-"""Of documents by default: no two alike, so that means of documents, rows or micro-batches differ from the mean of tokens."""
+"""Of documents by default: no two alike, so that means of documents, rows or micro-batches differ
+from the mean of tokens."""
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -69,25 +72,36 @@ class Probe:
         return [
             {
                 "input_ids": ids,
-                "labels": [token if not self.prompt or self.trained(number, at) else -100 for at, token in enumerate(ids)],
+                "labels": [
+                    token if not self.prompt or self.trained(number, at) else -100
+                    for at, token in enumerate(ids)
+                ],
             }
             for number, ids in enumerate(self.documents)
         ]
 
     def model(self, kind: str = "llama", **sizes: Any) -> Any:
-        """Returns a small model of transformers with random weights, the same in every process: a causal LM of this type."""
+        """Returns a small model of transformers with random weights, the same in every process: a
+        causal LM of this type."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        given: dict[str, Any] = SIZES | {"vocab_size": self.vocab_size, "pad_token_id": self.pad} | sizes
+        given: dict[str, Any] = (
+            SIZES | {"vocab_size": self.vocab_size, "pad_token_id": self.pad} | sizes
+        )
         config = AutoConfig.for_model(kind, **given)
         for name, value in vars(config).items():
-            if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in sizes:
+            if (
+                ("dropout" in name or "pdrop" in name)
+                and isinstance(value, float)
+                and name not in sizes
+            ):
                 setattr(config, name, 0.0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            with torch.no_grad():  # transformers begin with 0, which would leave no trace of what padding does
+            # Transformers begin with 0, which would leave no trace of what padding does.
+            with torch.no_grad():
                 model.get_input_embeddings().weight[self.pad].normal_(std=0.02)
         return model
 
@@ -103,10 +117,13 @@ PROBES = (
 
 
 def named(names: Sequence[str]) -> list[Probe]:
-    """Returns the probes of these names, or all if there are none. Raises UserError for an unknown one."""
+    """Returns the probes of these names, or all if there are none. Raises UserError for an unknown
+    one."""
     known = [probe.name for probe in PROBES]
     if unknown := set(names) - set(known):
-        raise UserError(f"there is no probe {min(unknown)!r}: choose from {', '.join(map(repr, known))}")
+        raise UserError(
+            f"there is no probe {min(unknown)!r}: choose from {', '.join(map(repr, known))}"
+        )
     return [probe for probe in PROBES if probe.name in (names or known)]
 
 
@@ -126,12 +143,18 @@ class Tokens:
         return range(first, first + self.probe.lengths[document])
 
     def next(self, number: int, by: int = 1) -> int | None:
-        """Returns the token after another one of its document, or so many after it; None beyond the last."""
+        """Returns the token after another one of its document, or so many after it; None beyond the
+        last."""
         after = number + by
-        return after if after < len(self.ids) and self.document[after] == self.document[number] else None
+        return (
+            after
+            if after < len(self.ids) and self.document[after] == self.document[number]
+            else None
+        )
 
     def numbers(self, row: Sequence[int]) -> list[int]:
-        """Returns the numbers of a row of ids. An END is that of the document whose last token but one precedes it."""
+        """Returns the numbers of a row of ids. An END is that of the document whose last token but
+        one precedes it."""
         found: list[int] = []
         for token in row:
             number = self.number.get(token, -1)

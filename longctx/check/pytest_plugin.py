@@ -1,4 +1,5 @@
-"""pytest plugin: a marked function that makes a trainer from a probe is a check of its step (docs/check-step.md).
+"""pytest plugin: a marked function that makes a trainer from a probe is a check of its step
+(docs/check-step.md).
 
 pytest_plugins = "longctx.check.pytest_plugin"      # in conftest.py
 
@@ -17,7 +18,8 @@ import pytest
 from longctx.errors import UserError
 
 MEANING = (
-    "check_step(processes=1, allow=(), probes=()): longctx checks the step of the trainer that the function makes from a probe"
+    "check_step(processes=1, allow=(), probes=()): longctx checks the step of the trainer "
+    "that the function makes from a probe"
 )
 
 
@@ -34,11 +36,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("check_step"):
         if mark.args or (unknown := sorted(mark.kwargs.keys() - {"processes", "allow", "probes"})):
             what = f"{mark.args[0]!r} without a name" if mark.args else unknown[0]
-            pytest.fail(f"{item.name} is marked with {what}, which check_step does not take: {MEANING}", pytrace=False)
+            pytest.fail(
+                f"{item.name} is marked with {what}, which check_step does not take: {MEANING}",
+                pytrace=False,
+            )
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Checks the step of a marked function; on several processes the command checks the same function."""
+    """Checks the step of a marked function; on several processes the command checks the same
+    function."""
     mark = pyfuncitem.get_closest_marker("check_step")
     if mark is None:
         return None
@@ -47,7 +53,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _wrong(item: pytest.Function, processes: int = 1, allow: Sequence[str] = (), probes: Sequence[str] = ()) -> str:
+def _wrong(
+    item: pytest.Function, processes: int = 1, allow: Sequence[str] = (), probes: Sequence[str] = ()
+) -> str:
     """Returns what is wrong with the step, or why it is refused."""
     if processes == 1:
         from longctx.check import check_step
@@ -55,12 +63,36 @@ def _wrong(item: pytest.Function, processes: int = 1, allow: Sequence[str] = (),
 
         given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
         try:
-            report = check_step(lambda each: item.obj(**given | {"probe": each}), named(probes), allow)
+            report = check_step(
+                lambda each: item.obj(**given | {"probe": each}), named(probes), allow
+            )
         except UserError as error:
             return str(error)
         return "\n".join(report.lines()) if report.status else ""
-    command = [sys.executable, "-m", "longctx", "check-step", str(item.path), "--make", item.originalname]
-    command += ["--processes", str(processes), *(f"--allow={kind}" for kind in allow), *(f"--probe={name}" for name in probes)]
-    paths = os.pathsep.join(path for path in sys.path if path)  # modules beside the test are imported as here
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths})
-    return "" if not done.returncode else done.stdout if done.returncode < 3 and done.stdout else done.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "longctx",
+        "check-step",
+        str(item.path),
+        "--make",
+        item.originalname,
+    ]
+    command += [
+        "--processes",
+        str(processes),
+        *(f"--allow={kind}" for kind in allow),
+        *(f"--probe={name}" for name in probes),
+    ]
+    # Modules beside the test are imported as here.
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths}
+    )
+    return (
+        ""
+        if not done.returncode
+        else done.stdout
+        if done.returncode < 3 and done.stdout
+        else done.stderr
+    )

@@ -1,6 +1,8 @@
-"""Records of one optimizer step on every rank: weights before it, gradients before the optimizer, token ids of every call, log.
+"""Records of one optimizer step on every rank: weights before it, gradients before the optimizer,
+token ids of every call, log.
 
-with record(model) as seen:                  # of transformers, or its PEFT model, before anything wraps it
+# A model of transformers, or its PEFT model, before anything wraps it.
+with record(model) as seen:
     ...                                      # forward and backward of all micro-batches
     step = seen.step(loss=.., grad_norm=..)  # before clipping, or with a limit out of reach
 """
@@ -31,12 +33,12 @@ class Step:
     """One optimizer step of one rank, as a trainer made it.
 
     Attributes:
-        reference: a causal LM of transformers, or a PEFT model, with the weights from before the step and `eager` attention.
-        gradients: of its parameters, by their names in it, before clipping and before the optimizer.
-        calls: token ids of every call of the model, in order: [rows, tokens] or [tokens].
-        loss, grad_norm: as the trainer logged them; None if it did not.
-        rows: token ids of batches before they were split over ranks; without, rows are those of calls.
-        positions: of every call, if it was given some, as the calls or [tokens].
+        reference: a causal LM of transformers, or a PEFT model, with the weights from before the
+        step and `eager` attention. gradients: of its parameters, by their names in it, before
+        clipping and before the optimizer. calls: token ids of every call of the model, in order:
+        [rows, tokens] or [tokens]. loss, grad_norm: as the trainer logged them; None if it did not.
+        rows: token ids of batches before they were split over ranks; without, rows are those of
+        calls. positions: of every call, if it was given some, as the calls or [tokens].
     """
 
     reference: nn.Module
@@ -58,33 +60,48 @@ class Recorder:
     positions: list[torch.Tensor | None] = field(default_factory=list)
 
     def step(
-        self, loss: float | None = None, grad_norm: float | None = None, rows: Sequence[torch.Tensor] = (), model: Any = None
+        self,
+        loss: float | None = None,
+        grad_norm: float | None = None,
+        rows: Sequence[torch.Tensor] = (),
+        model: Any = None,
     ) -> Step:
-        """Returns the step with the gradients that there are now, of `model` if the recorded one was replaced by it.
+        """Returns the step with the gradients that there are now, of `model` if the recorded one
+        was replaced by it.
 
         Collective if parameters are sharded (DTensor).
         """
         named = (model or self.model).named_parameters()
-        gradients = {plain_name(name): whole(weight.grad) for name, weight in named if weight.grad is not None}
+        gradients = {
+            plain_name(name): whole(weight.grad)
+            for name, weight in named
+            if weight.grad is not None
+        }
         return Step(self.reference, gradients, self.calls, loss, grad_norm, rows, self.positions)
 
 
 @contextmanager
 def record(model: Any) -> Iterator[Recorder]:
-    """Records the calls of a model and its weights at the beginning; raises CheckError for what no reference can repeat."""
+    """Records the calls of a model and its weights at the beginning; raises CheckError for what no
+    reference can repeat."""
     seen = Recorder(model, reference_of(model))
 
     def look(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = inputs[0] if inputs else named["input"]
         if torch.is_autocast_enabled(ids.device.type):
-            raise CheckError("the model runs under autocast: rounding would hide faults below 1 %; switch mixed precision off")
+            raise CheckError(
+                "the model runs under autocast: rounding would hide faults below 1 %; switch mixed "
+                "precision off"
+            )
         if torch.is_grad_enabled():
             seen.calls.append(whole(ids).cpu())
 
     def place(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         positions = named.get("position_ids")
         if torch.is_grad_enabled():
-            seen.positions.append(positions.cpu() if positions is not None and positions.dim() <= 2 else None)
+            seen.positions.append(
+                positions.cpu() if positions is not None and positions.dim() <= 2 else None
+            )
 
     hooks = [model.get_input_embeddings().register_forward_pre_hook(look, with_kwargs=True)]
     hooks.append(model.register_forward_pre_hook(place, with_kwargs=True))
@@ -96,22 +113,44 @@ def record(model: Any) -> Iterator[Recorder]:
 
 
 def reference_of(model: Any) -> nn.Module:
-    """Returns a copy of the model that runs as plain transformers do, in float64 on the CPU, with eager attention.
+    """Returns a copy of the model that runs as plain transformers do, in float64 on the CPU, with
+    eager attention.
 
-    Raises CheckError for dropout, other dtypes than float32, and models that are no causal LM of transformers.
+    Raises CheckError for dropout, other dtypes than float32, and models that are no causal LM of
+    transformers.
     """
     from transformers import AutoModelForCausalLM
 
-    if noisy := [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]:
-        raise CheckError(f"{noisy[0]} drops at random ({len(noisy)} modules): set dropout to 0 in model and adapters")
+    if noisy := [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and module.p > 0
+    ]:
+        raise CheckError(
+            f"{noisy[0]} drops at random ({len(noisy)} modules): set dropout to 0 in model and "
+            "adapters"
+        )
     config = getattr(model, "config", None)
-    if any(value for name, value in vars(config or {}).items() if "dropout" in name and isinstance(value, float)):
+    if any(
+        value
+        for name, value in vars(config or {}).items()
+        if "dropout" in name and isinstance(value, float)
+    ):
         raise CheckError("the model's config has a dropout above 0: set it to 0")
     if getattr(config, "output_router_logits", False):
-        raise CheckError("the loss of routers is another objective: set output_router_logits to False")
-    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in model.parameters() if weight.is_floating_point()}
+        raise CheckError(
+            "the loss of routers is another objective: set output_router_logits to False"
+        )
+    dtypes = {
+        str(weight.dtype).removeprefix("torch.")
+        for weight in model.parameters()
+        if weight.is_floating_point()
+    }
     if dtypes - {"float32", "float64"}:
-        raise CheckError(f"weights are {', '.join(sorted(dtypes))}: rounding would hide faults below 1 %; make them float32")
+        raise CheckError(
+            f"weights are {', '.join(sorted(dtypes))}: rounding would hide faults below 1 %; make "
+            "them float32"
+        )
     adapters = getattr(model, "peft_config", None)
     base = model.get_base_model() if adapters else model
     try:
@@ -121,7 +160,9 @@ def reference_of(model: Any) -> nn.Module:
         if hasattr(plain, "set_experts_implementation"):
             plain.set_experts_implementation("eager")
     except (ValueError, AttributeError) as error:
-        raise CheckError(f"{type(base).__name__} is no causal LM that transformers run alone: {error}") from error
+        raise CheckError(
+            f"{type(base).__name__} is no causal LM that transformers run alone: {error}"
+        ) from error
     if adapters:
         from peft import get_peft_model
 
@@ -130,8 +171,12 @@ def reference_of(model: Any) -> nn.Module:
         {plain_name(name): whole(value) for name, value in model.state_dict().items()}, strict=False
     )
     if missing.missing_keys:
-        raise CheckError(f"the model lacks {', '.join(missing.missing_keys[:3])}, which its config describes")
-    trained = {plain_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
+        raise CheckError(
+            f"the model lacks {', '.join(missing.missing_keys[:3])}, which its config describes"
+        )
+    trained = {
+        plain_name(name) for name, weight in model.named_parameters() if weight.requires_grad
+    }
     for name, weight in plain.named_parameters():
         weight.requires_grad_(name in trained)
     reference: nn.Module = plain.double().eval()
@@ -152,7 +197,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Row(NamedTuple):
-    """A row of token ids: their numbers in the probe, its rank, its call on it, and positions if the call was given some."""
+    """A row of token ids: their numbers in the probe, its rank, its call on it, and positions if
+    the call was given some."""
 
     ids: list[int]
     numbers: list[int]
@@ -166,9 +212,8 @@ class Record:
     """A step of all ranks on a probe's tokens: the same everywhere.
 
     Attributes:
-        gradients: float64, mean of the ranks'.
-        apart: names of parameters whose gradients differ between ranks, with the largest difference relative to the mean.
-        calls: rows of all calls.
+        gradients: float64, mean of the ranks'. apart: names of parameters whose gradients differ
+        between ranks, with the largest difference relative to the mean. calls: rows of all calls.
         rows: rows of batches before they were split over ranks, if `batched`; else those of calls.
         loss, norm: as a rank logged them.
     """
@@ -187,13 +232,22 @@ class Record:
     @property
     def documents(self) -> list[int]:
         """Documents with a token in a call."""
-        return sorted({self.tokens.document[number] for row in self.calls for number in row.numbers if number >= 0})
+        return sorted(
+            {
+                self.tokens.document[number]
+                for row in self.calls
+                for number in row.numbers
+                if number >= 0
+            }
+        )
 
 
 def gather(step: Step, tokens: Tokens) -> Record:
     """Returns the steps of all ranks as one. Collective if there is a process group."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    positions = step.positions if len(step.positions) == len(step.calls) else [None] * len(step.calls)
+    positions = (
+        step.positions if len(step.positions) == len(step.calls) else [None] * len(step.calls)
+    )
     calls = [
         row
         for call, (ids, at) in enumerate(zip(step.calls, positions, strict=True))
@@ -210,13 +264,29 @@ def gather(step: Step, tokens: Tokens) -> Record:
     called = [row for rows in all_calls for row in rows]
     used = {token for row in called for token in row.ids}
     batched = [row for rows in all_batches for row in rows if set(row.ids) & used]
-    loss, norm = (next((value for value in each if value is not None), None) for each in (losses, norms))
+    loss, norm = (
+        next((value for value in each if value is not None), None) for each in (losses, norms)
+    )
     mean, apart = _mean(of_ranks)
-    return Record(tokens, step.reference, len(of_ranks), mean, apart, called, batched or called, bool(batched), loss, norm)
+    return Record(
+        tokens,
+        step.reference,
+        len(of_ranks),
+        mean,
+        apart,
+        called,
+        batched or called,
+        bool(batched),
+        loss,
+        norm,
+    )
 
 
-def _rows(tokens: Tokens, rank: int, call: int, ids: torch.Tensor, positions: torch.Tensor | None = None) -> Iterator[Row]:
-    """Yields the rows of [rows, tokens] or [tokens]. Positions of another length belong to ids that the model splits itself."""
+def _rows(
+    tokens: Tokens, rank: int, call: int, ids: torch.Tensor, positions: torch.Tensor | None = None
+) -> Iterator[Row]:
+    """Yields the rows of [rows, tokens] or [tokens]. Positions of another length belong to ids that
+    the model splits itself."""
     rows = ids.reshape(-1, ids.shape[-1]).tolist()
     at: list[list[int]] = [[] for _ in rows]
     if positions is not None and positions.shape[-1] == ids.shape[-1]:
@@ -226,14 +296,17 @@ def _rows(tokens: Tokens, rank: int, call: int, ids: torch.Tensor, positions: to
 
 
 def _mean(of_ranks: Sequence[Tensors]) -> tuple[Tensors, dict[str, float]]:
-    """Returns the mean gradients of ranks, and how far those that differ are apart, relative to the mean."""
+    """Returns the mean gradients of ranks, and how far those that differ are apart, relative to the
+    mean."""
     mean, apart = Tensors(), dict[str, float]()
     for name in dict.fromkeys(name for gradients in of_ranks for name in gradients):
         found = [gradients.get(name) for gradients in of_ranks]
         mean[name] = torch.stack([each for each in found if each is not None]).sum(0) / len(found)
         if not mean[name].isfinite().all():  # which the verdict says of the mean
             continue
-        most = largest(float((mean[name] if each is None else each - mean[name]).norm()) for each in found)
+        most = largest(
+            float((mean[name] if each is None else each - mean[name]).norm()) for each in found
+        )
         if not most <= 1e-5 * float(mean[name].norm()):
             apart[name] = most / max(float(mean[name].norm()), 1e-30)
     return mean, apart

@@ -1,11 +1,12 @@
 """Reference: hidden states, and gradients of single predictions, by plain transformers in float64.
 
-A step's gradient is the sum over predictions t of w(t) · ∂loss(t): right is w(t) = 1/N for the N targets of the step, and 0 for
-all else. On the matrix of the output layer W [V, H], whose input is h(t) [H], ∂loss(t) = (softmax(W h(t)) - e(y(t))) h(t)ᵀ,
-which depends on the forward pass alone. So least squares on it give every w(t), and the residual says whether the trainer had
-these h(t): its context. With both, the gradients of all other parameters follow; where they differ, the backward pass is wrong.
-Without a gradient of its own (tied embeddings, adapters) the output layer has no such matrix, and all gradients are
-fitted at once: then forward and backward are not told apart.
+A step's gradient is the sum over predictions t of w(t) · ∂loss(t): right is w(t) = 1/N for the N
+targets of the step, and 0 for all else. On the matrix of the output layer W [V, H], whose input is
+h(t) [H], ∂loss(t) = (softmax(W h(t)) - e(y(t))) h(t)ᵀ, which depends on the forward pass alone. So
+least squares on it give every w(t), and the residual says whether the trainer had these h(t): its
+context. With both, the gradients of all other parameters follow; where they differ, the backward
+pass is wrong. Without a gradient of its own (tied embeddings, adapters) the output layer has no
+such matrix, and all gradients are fitted at once: then forward and backward are not told apart.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +34,8 @@ class Prediction(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """∂loss of single predictions, each of rank one: on the output layer, or on all trained parameters as one column."""
+    """∂loss of single predictions, each of rank one: on the output layer, or on all trained
+    parameters as one column."""
 
     left: torch.Tensor
     """∂loss/∂(W h) [T, V], or gradients [T, P]."""
@@ -53,7 +55,8 @@ class Columns(NamedTuple):
         gram = gram / scale[:, None] / scale[None, :]
         projected = ((self.left @ wanted) * self.right).sum(1) / scale
         lower, failed = torch.linalg.cholesky_ex(gram)
-        if failed or float(lower.diagonal().min()) < 1e-5:  # two columns that are alike: they share the weight
+        # Two columns that are alike: they share the weight.
+        if failed or float(lower.diagonal().min()) < 1e-5:
             values, vectors = torch.linalg.eigh(gram)
             kept = ~(values <= 1e-11 * values[-1])
             weights = (vectors[:, kept] / values[kept]) @ (vectors[:, kept].T @ projected) / scale
@@ -71,25 +74,41 @@ class Reference:
         self.head = self.model.get_output_embeddings()
         named = dict(self.model.named_parameters())
         if unknown := record.gradients.keys() - named.keys():
-            raise CheckError(f"the reference has no parameter {min(unknown)}: name gradients as {next(iter(named))}")
+            raise CheckError(
+                f"the reference has no parameter {min(unknown)}: name gradients as "
+                f"{next(iter(named))}"
+            )
         self.named = {name: named[name] for name in record.gradients}
         own = [name for name, weight in self.named.items() if weight is self.head.weight]
-        self.output = own[0] if own and self.head.weight is not self.model.get_input_embeddings().weight else None
+        self.output = (
+            own[0]
+            if own and self.head.weight is not self.model.get_input_embeddings().weight
+            else None
+        )
         changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-        plain = self.output and self.head.bias is None and not any(getattr(self.config, name, None) for name in changes)
+        plain = (
+            self.output
+            and self.head.bias is None
+            and not any(getattr(self.config, name, None) for name in changes)
+        )
         self.matrix: torch.Tensor | None = self.head.weight.detach() if plain else None
-        """W [V, H], if the output layer has a gradient of its own, and logits are W h and nothing more."""
+        """W [V, H], if the output layer has a gradient of its own, and logits are W h and nothing
+        more."""
         window = getattr(self.config, "sliding_window", None)
-        self.window: int | None = window if getattr(self.config, "use_sliding_window", True) else None
+        self.window: int | None = (
+            window if getattr(self.config, "use_sliding_window", True) else None
+        )
         try:
             self._logits(Sequence((0, 1), (0, 1)))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise CheckError(
-                f"transformers cannot run {type(self.model).__name__} with a mask and positions: {error}"
+                f"transformers cannot run {type(self.model).__name__} with a mask and positions: "
+                f"{error}"
             ) from error
 
     def _mask(self, sequence: Sequence) -> Any:
-        """Returns what eager attention adds to scores [1, 1, queries, keys], by kind of layer where there are several."""
+        """Returns what eager attention adds to scores [1, 1, queries, keys], by kind of layer where
+        there are several."""
         layer_types = getattr(self.config, "layer_types", None) or ()
         if any("linear" in kind or "mamba" in kind for kind in layer_types):
             return None
@@ -98,7 +117,11 @@ class Reference:
         seen = distance >= {"both": -len(place), "next": -1}.get(sequence.sight, 0)
         if sequence.sight == "no padding":
             seen &= torch.tensor(sequence.numbers)[None, :] >= 0
-        near = seen if self.window is None or sequence.sight == "no window" else seen & (distance < self.window)
+        near = (
+            seen
+            if self.window is None or sequence.sight == "no window"
+            else seen & (distance < self.window)
+        )
         full, sliding = ((~visible).double()[None, None] * -1e30 for visible in (seen, near))
         if layer_types and self.window is not None:
             return {"full_attention": full, "sliding_attention": sliding}
@@ -111,11 +134,14 @@ class Reference:
         """Returns logits [tokens, V]."""
         ids = torch.tensor([[self.id_of(number) for number in sequence.numbers]])
         inputs = {"input_ids": ids, "position_ids": torch.tensor([sequence.positions])}
-        logits: torch.Tensor = self.model(**inputs, attention_mask=self._mask(sequence), use_cache=False).logits[0]
+        logits: torch.Tensor = self.model(
+            **inputs, attention_mask=self._mask(sequence), use_cache=False
+        ).logits[0]
         return logits
 
     def _at_output(self, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns logits, their slopes by what the output layer returns [tokens, V], and what that gets [tokens, H]."""
+        """Returns logits, their slopes by what the output layer returns [tokens, V], and what that
+        gets [tokens, H]."""
         kept: list[torch.Tensor] = []
 
         def cut(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
@@ -137,7 +163,9 @@ class Reference:
     def losses(self, sequence: Sequence, predictions: Iterable[Prediction]) -> torch.Tensor:
         """Returns the cross-entropy of each prediction of a sequence."""
         places, targets = zip(*((each.place, each.target) for each in predictions), strict=True)
-        return F.cross_entropy(self._logits(sequence)[list(places)], torch.tensor(targets), reduction="none")
+        return F.cross_entropy(
+            self._logits(sequence)[list(places)], torch.tensor(targets), reduction="none"
+        )
 
     def columns(self, predictions: Iterable[Prediction]) -> Columns:
         """Returns a column for each prediction."""
@@ -145,7 +173,9 @@ class Reference:
         for sequence, chosen in _by_sequence(predictions):
             if self.output is None:
                 for loss in self.losses(sequence, chosen):
-                    found = torch.autograd.grad(loss, list(self.named.values()), retain_graph=True, allow_unused=True)
+                    found = torch.autograd.grad(
+                        loss, list(self.named.values()), retain_graph=True, allow_unused=True
+                    )
                     left.append(self._flat(dict(zip(self.named, found, strict=True))).T)
                     right.append(torch.ones(1, 1, dtype=torch.float64))
                 continue
@@ -159,25 +189,33 @@ class Reference:
         return Columns(torch.cat(left), torch.cat(right)) if left else Columns(none, none)
 
     def of(self, gradients: Tensors) -> torch.Tensor:
-        """Returns what `columns` explain: the gradient of the output layer, or all gradients in one column."""
+        """Returns what `columns` explain: the gradient of the output layer, or all gradients in one
+        column."""
         return self._flat(gradients) if self.output is None else gradients[self.output]
 
     def _flat(self, gradients: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         """Returns gradients in one column [P, 1]."""
         each = ((gradients.get(name), weight) for name, weight in self.named.items())
-        return torch.cat([torch.zeros_like(weight).flatten() if slope is None else slope.flatten() for slope, weight in each])[
-            :, None
-        ]
+        return torch.cat(
+            [
+                torch.zeros_like(weight).flatten() if slope is None else slope.flatten()
+                for slope, weight in each
+            ]
+        )[:, None]
 
     def gradients(self, weights: Mapping[Prediction, float]) -> tuple[float, Tensors]:
-        """Returns loss and gradients of all trained parameters, for predictions with these weights."""
+        """Returns loss and gradients of all trained parameters, for predictions with these
+        weights."""
         self.model.zero_grad(set_to_none=True)
         total = 0.0
         for sequence, chosen in _by_sequence(weights):
             given = torch.tensor([weights[each] for each in chosen], dtype=torch.float64)
             (loss := (self.losses(sequence, chosen) * given).sum()).backward()
             total += float(loss.detach())
-        found = {name: torch.zeros_like(w) if w.grad is None else w.grad.clone() for name, w in self.named.items()}
+        found = {
+            name: torch.zeros_like(w) if w.grad is None else w.grad.clone()
+            for name, w in self.named.items()
+        }
         self.model.zero_grad(set_to_none=True)
         return total, found
 

@@ -51,7 +51,9 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns a line for each fault."""
-        allowed = f" (allowed: {', '.join(each.kind for each in self.allowed)})" if self.allowed else ""
+        allowed = (
+            f" (allowed: {', '.join(each.kind for each in self.allowed)})" if self.allowed else ""
+        )
         of = len(self.probe.lengths)
         some = f", with {self.documents} of {of} documents" if self.documents < of else ""
         faults = [str(finding) for finding in self.findings] or [f"right{allowed}{some}"]
@@ -76,8 +78,11 @@ class Report:
             raise AssertionError("\n".join(self.lines()))
 
     def lines(self) -> list[str]:
-        """Returns what to print: a line for each fault of each probe, and once in which predictions it shows."""
-        pictured = next((verdict for verdict in self.verdicts if verdict.findings and verdict.picture), None)
+        """Returns what to print: a line for each fault of each probe, and once in which predictions
+        it shows."""
+        pictured = next(
+            (verdict for verdict in self.verdicts if verdict.findings and verdict.picture), None
+        )
         found = list[str]()
         for verdict in self.verdicts:
             found += verdict.lines()
@@ -99,12 +104,16 @@ class Report:
         return json.dumps(rows, indent=1)
 
 
-def check_step(make: Callable[[Probe], Any], probes: Sequence[Probe] = PROBES, allow: Sequence[str] = ()) -> Report:
-    """Judges one optimizer step of a trainer on every probe; the same on all ranks of a process group.
+def check_step(
+    make: Callable[[Probe], Any], probes: Sequence[Probe] = PROBES, allow: Sequence[str] = ()
+) -> Report:
+    """Judges one optimizer step of a trainer on every probe; the same on all ranks of a process
+    group.
 
-    `make(probe)` returns a transformers.Trainer (or of a class that inherits from it) that trains on `probe.rows`, or, for any
-    other loop, the `Step` that it made: see `record`. `allow` has kinds of faults that are meant, such as "documents are cut".
-    Collective. Raises CheckError for steps that no reference can repeat.
+    `make(probe)` returns a transformers.Trainer (or of a class that inherits from it) that trains
+    on `probe.rows`, or, for any other loop, the `Step` that it made: see `record`. `allow` has
+    kinds of faults that are meant, such as "documents are cut". Collective. Raises CheckError for
+    steps that no reference can repeat.
     """
     return Report([_judged(_step(make(probe), probe), probe, allow) for probe in probes])
 
@@ -113,7 +122,9 @@ def _step(made: Any, probe: Probe) -> Step:
     if isinstance(made, Step):
         return made
     if not hasattr(made, "callback_handler"):
-        raise CheckError(f"make returned {type(made).__name__}: return a transformers.Trainer, or a Step")
+        raise CheckError(
+            f"make returned {type(made).__name__}: return a transformers.Trainer, or a Step"
+        )
     from longctx.check.trainer import step_of
 
     return step_of(made, probe)
@@ -124,7 +135,11 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
     if not record.gradients:
         raise CheckError("no parameter has a gradient: was the step read after zero_grad?")
     if not record.documents:
-        return Verdict(probe, [Finding(UNEXPLAINED, "no token of the probe was in a call of the model")], residual=1.0)
+        return Verdict(
+            probe,
+            [Finding(UNEXPLAINED, "no token of the probe was in a call of the model")],
+            residual=1.0,
+        )
     with torch.random.fork_rng(devices=[]):
         reference = Reference(record)
         fitter = Fitter(record, reference, contexts(record, reference.window is not None))

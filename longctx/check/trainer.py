@@ -1,4 +1,5 @@
-"""Trainer adapter: one optimizer step of a transformers.Trainer, or of a class that inherits from it, as a `Step`."""
+"""Trainer adapter: one optimizer step of a transformers.Trainer, or of a class that inherits from
+it, as a `Step`."""
 
 import tempfile
 from typing import Any
@@ -24,13 +25,18 @@ class _Look(TrainerCallback):  # type: ignore[misc]  # transformers is untyped h
 
 
 def step_of(trainer: Any, probe: Probe) -> Step:
-    """Trains one step, without saving or evaluating. Raises CheckError for what would make it another objective, or noise."""
+    """Trains one step, without saving or evaluating. Raises CheckError for what would make it
+    another objective, or noise."""
     _refuse(trainer)
     args, rows = trainer.args, list[torch.Tensor]()
     args.max_steps, args.logging_steps, args.logging_strategy = 1, 1, IntervalStrategy.STEPS
     args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
     args.max_grad_norm, args.report_to = OUT_OF_REACH, []
-    args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_persistent_workers = 0, None, False
+    (
+        args.dataloader_num_workers,
+        args.dataloader_prefetch_factor,
+        args.dataloader_persistent_workers,
+    ) = 0, None, False
     collate = trainer.data_collator
 
     def collated(features: Any) -> Any:
@@ -46,8 +52,16 @@ def step_of(trainer: Any, probe: Probe) -> Step:
         trainer.train()
     if look.step is None:
         raise CheckError(f"probe {probe.name!r}: the trainer made no optimizer step")
-    logged = {name: value for entry in reversed(trainer.state.log_history) for name, value in entry.items()}
-    look.step.loss, look.step.grad_norm, look.step.rows = logged.get("loss"), logged.get("grad_norm"), rows
+    logged = {
+        name: value
+        for entry in reversed(trainer.state.log_history)
+        for name, value in entry.items()
+    }
+    look.step.loss, look.step.grad_norm, look.step.rows = (
+        logged.get("loss"),
+        logged.get("grad_norm"),
+        rows,
+    )
     return look.step
 
 
@@ -65,7 +79,13 @@ def _refuse(trainer: Any) -> None:
 
 
 def arguments(**given: Any) -> dict[str, Any]:
-    """Returns arguments of TrainingArguments, or of a config of TRL, for one small step on a CPU; `given` ones come first."""
-    one_step = {"output_dir": tempfile.mkdtemp(), "max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
+    """Returns arguments of TrainingArguments, or of a config of TRL, for one small step on a CPU;
+    `given` ones come first."""
+    one_step = {
+        "output_dir": tempfile.mkdtemp(),
+        "max_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     quiet = {"report_to": [], "disable_tqdm": True}
     return one_step | quiet | {"use_cpu": True, "bf16": False, "learning_rate": 1e-3} | given

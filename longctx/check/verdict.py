@@ -1,6 +1,8 @@
-"""Verdicts: what is wrong with a step, in words, from the context and the weight of every prediction.
+"""Verdicts: what is wrong with a step, in words, from the context and the weight of every
+prediction.
 
-Most faults are rows of tables: words, and what holds for a token or a prediction with the fault. The first that holds is named.
+Most faults are rows of tables: words, and what holds for a token or a prediction with the fault.
+The first that holds is named.
 """
 
 from collections import Counter, defaultdict
@@ -19,15 +21,29 @@ SAME = 2e-3
 BACKWARD, LOGGED = 5e-4, 1e-3
 """Largest relative difference of gradients from predicted ones, and of logged numbers."""
 UNEXPLAINED = "the gradient is that of no known fault"
-NOT_SHIFTED, SHIFTED_TWICE = "labels are not shifted: tokens predict themselves", "labels are shifted twice"
+NOT_SHIFTED, SHIFTED_TWICE = (
+    "labels are not shifted: tokens predict themselves",
+    "labels are shifted twice",
+)
 OF_OTHERS = "labels belong to other tokens"
-ORDER = "hidden states of all tokens are wrong, also of first ones: weights, heads, or the order of ranks"
+ORDER = (
+    "hidden states of all tokens are wrong, also of first ones: weights, heads, or the order "
+    "of ranks"
+)
 SCORES = "attention is wrong for all tokens but first ones: scores, heads or positions"
-EXCHANGE = "attention is wrong where keys of other ranks are needed: their order, mask, or merging by log-sum-exp"
+EXCHANGE = (
+    "attention is wrong where keys of other ranks are needed: their order, mask, or merging "
+    "by log-sum-exp"
+)
 SPLIT = "attention is wrong in documents that are split over ranks: the order or mask of keys"
-EDGE = "attention is wrong from an edge between ranks on: the order of their parts, or the mask of documents"
+EDGE = (
+    "attention is wrong from an edge between ranks on: the order of their parts, or the mask of "
+    "documents"
+)
 REACH = "attention is wrong from a place in documents on: a window, or an offset"
-AFTER_SPLIT = "labels are shifted after the split: tokens at an edge predict the next one on their rank"
+AFTER_SPLIT = (
+    "labels are shifted after the split: tokens at an edge predict the next one on their rank"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,12 @@ class Facts:
     """
 
     def __init__(self, record: Record, reference: Reference, fit: Fit) -> None:
-        self.record, self.tokens, self.reference, self.fit = record, (tokens := record.tokens), reference, fit
+        self.record, self.tokens, self.reference, self.fit = (
+            record,
+            (tokens := record.tokens),
+            reference,
+            fit,
+        )
         self.same = SAME if fit.tolerance == EXACT else NEAR
         self.count, self.at = Counter[int](), dict[int, tuple[int, int, int]]()
         for place, row in enumerate(record.calls):
@@ -69,9 +90,12 @@ class Facts:
             if tokens.probe.trained(document, tokens.place[number + 1])
         ]
         self.relative = {pair: weight * len(self.wanted) for pair, weight in fit.pairs().items()}
-        if not any(target == END for _, target in self.relative):  # nobody knows which tokens predict the ends of documents
+        # Nobody knows which tokens predict the ends of documents.
+        if not any(target == END for _, target in self.relative):
             self.wanted = [pair for pair in self.wanted if pair[1] != END]
-        counted = {pair: weight for pair, weight in self.relative.items() if not abs(weight) <= SAME}
+        counted = {
+            pair: weight for pair, weight in self.relative.items() if not abs(weight) <= SAME
+        }
         self.kept = {pair: counted[pair] for pair in self.wanted if pair in counted}
         self.lost = [pair for pair in self.wanted if pair not in counted]
         self.extra = {pair: weight for pair, weight in counted.items() if pair not in self.kept}
@@ -83,17 +107,37 @@ class Facts:
         """Sets what only rules ask for."""
         tokens, calls = self.tokens, self.record.calls
         self.firsts = {ids[0] for ids in tokens.probe.documents}
-        self.starts = {piece[0] for row in calls for piece in tokens.pieces(row.numbers) if tokens.place[piece[0]]}
-        self.adjacent = {pair for row in calls for pair in zip(row.numbers, row.ids[1:], strict=False)}
-        self.of_row = {number: next(n for n in row.numbers if n >= 0) for row in calls for number in row.numbers if number >= 0}
-        wanted, kept = (Counter(tokens.document[number] for number, _ in pairs) for pairs in (self.wanted, self.kept))
-        self.untrained = {document for document, count in wanted.items() if count > 1 and not kept[document]}
+        self.starts = {
+            piece[0]
+            for row in calls
+            for piece in tokens.pieces(row.numbers)
+            if tokens.place[piece[0]]
+        }
+        self.adjacent = {
+            pair for row in calls for pair in zip(row.numbers, row.ids[1:], strict=False)
+        }
+        self.of_row = {
+            number: next(n for n in row.numbers if n >= 0)
+            for row in calls
+            for number in row.numbers
+            if number >= 0
+        }
+        wanted, kept = (
+            Counter(tokens.document[number] for number, _ in pairs)
+            for pairs in (self.wanted, self.kept)
+        )
+        self.untrained = {
+            document for document, count in wanted.items() if count > 1 and not kept[document]
+        }
         self.reach = min((tokens.place[number] for number in self.unknown), default=0)
         until = range(1, min(self.unknown, default=0) + 1)
-        self.edge = max((n for n in until if self.rank(n) != self.rank(n - 1)), default=len(tokens.ids))
+        self.edge = max(
+            (n for n in until if self.rank(n) != self.rank(n - 1)), default=len(tokens.ids)
+        )
 
     def id_after(self, number: int, by: int) -> int | None:
-        """Returns the id so many tokens after another one of its document; None beyond its end, and after padding."""
+        """Returns the id so many tokens after another one of its document; None beyond its end, and
+        after padding."""
         after = self.tokens.next(number, by) if number >= 0 else None
         return None if after is None else self.tokens.ids[after]
 
@@ -110,7 +154,10 @@ class Facts:
 
     def named(self, numbers: Iterable[int]) -> str:
         """Returns the documents of tokens in words."""
-        found = [str(document) for document in sorted({self.tokens.document[number] for number in numbers})]
+        found = [
+            str(document)
+            for document in sorted({self.tokens.document[number] for number in numbers})
+        ]
         shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         return f"document{'s' * (len(found) > 1)} {shown}"
 
@@ -121,7 +168,9 @@ PLACES: dict[str, Callable[[Facts, int], bool]] = {
     EXCHANGE: lambda f, n: f.split(range(n - f.tokens.place[n], n + 1)),
     SPLIT: lambda f, n: f.split(f.tokens.of(f.tokens.document[n])),
     EDGE: lambda f, n: n >= f.edge,
-    "documents of a row are mixed": lambda f, n: f.tokens.document[n] != f.tokens.document[f.of_row.get(n, n)],
+    "documents of a row are mixed": lambda f, n: (
+        f.tokens.document[n] != f.tokens.document[f.of_row.get(n, n)]
+    ),
     REACH: lambda f, n: f.tokens.place[n] >= f.reach,
 }
 """Where hidden states are those of no context: for these tokens alone, of all ranks or of one."""
@@ -167,11 +216,20 @@ def findings(facts: Facts) -> Iterator[Finding]:
     """Yields the faults of a step, the most telling first."""
     record, fit = facts.record, facts.fit
     if not facts.wanted:
-        yield Finding(UNEXPLAINED, "no token of the probe that should be predicted was in a call of the model")
+        yield Finding(
+            UNEXPLAINED, "no token of the probe that should be predicted was in a call of the model"
+        )
         return
     if record.apart:
-        which = "all parameters" if len(record.apart) == len(record.gradients) else _suffixes(record.apart)
-        yield Finding("gradients differ between ranks", f"those of {which}, by up to {max(record.apart.values()):.0%}")
+        which = (
+            "all parameters"
+            if len(record.apart) == len(record.gradients)
+            else _suffixes(record.apart)
+        )
+        yield Finding(
+            "gradients differ between ranks",
+            f"those of {which}, by up to {max(record.apart.values()):.0%}",
+        )
     if not fit.exact:
         names = ", ".join(dict.fromkeys(context.name for context in fit.contexts.values()))
         yield Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {fit.residual:.1%} of it")
@@ -180,10 +238,17 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield from _places(facts)
     extra = _extra(facts)
     yield from extra
-    if extra and not facts.kept and {finding.kind for finding in extra} <= {NOT_SHIFTED, SHIFTED_TWICE}:
+    if (
+        extra
+        and not facts.kept
+        and {finding.kind for finding in extra} <= {NOT_SHIFTED, SHIFTED_TWICE}
+    ):
         return
     yield from _lost(facts)
-    held = [{number for row in record.calls if row.rank == rank for number in row.numbers} for rank in range(record.ranks)]
+    held = [
+        {number for row in record.calls if row.rank == rank for number in row.numbers}
+        for rank in range(record.ranks)
+    ]
     if len(held) > 1 and all(numbers == held[0] for numbers in held):
         yield Finding("all ranks have the same documents")
     loss, gradients = facts.reference.gradients(fit.weights) if fit.whole else (None, {})
@@ -213,7 +278,10 @@ def _places(facts: Facts) -> Iterator[Finding]:
     if not facts.unknown:
         return
     tokens, ranks = facts.tokens, range(facts.record.ranks) if facts.record.ranks > 1 else ()
-    first = f"first at token {tokens.place[min(facts.unknown)]} of document {tokens.document[min(facts.unknown)]}"
+    first = (
+        f"first at token {tokens.place[min(facts.unknown)]} of document "
+        f"{tokens.document[min(facts.unknown)]}"
+    )
     every = facts.unknown | facts.known
     for rank in (None, *ranks):
         held = {number for number in every if rank is None or facts.rank(number) == rank}
@@ -221,7 +289,9 @@ def _places(facts: Facts) -> Iterator[Finding]:
             if {number for number in held if holds(facts, number)} == facts.unknown:
                 yield Finding(kind, first if rank is None else f"{first}, on rank {rank}")
                 return
-    yield Finding("hidden states are wrong", f"of {len(facts.unknown)} of {len(every)} tokens, {first}")
+    yield Finding(
+        "hidden states are wrong", f"of {len(facts.unknown)} of {len(every)} tokens, {first}"
+    )
 
 
 def _extra(facts: Facts) -> list[Finding]:
@@ -233,9 +303,16 @@ def _extra(facts: Facts) -> list[Finding]:
             found[OF_OTHERS] += found.pop(kind, [])
     findings = list[Finding]()
     for kind, pairs in found.items():
-        owners = [facts.tokens.number.get(target, -1) if number < 0 else number for number, target in pairs]
-        documents = facts.named(number for number in owners if number >= 0) if max(owners) >= 0 else ""
-        findings.append(Finding(kind, f"{len(pairs)} predictions, {documents}" if documents else ""))
+        owners = [
+            facts.tokens.number.get(target, -1) if number < 0 else number
+            for number, target in pairs
+        ]
+        documents = (
+            facts.named(number for number in owners if number >= 0) if max(owners) >= 0 else ""
+        )
+        findings.append(
+            Finding(kind, f"{len(pairs)} predictions, {documents}" if documents else "")
+        )
     return findings
 
 
@@ -243,9 +320,13 @@ def _lost(facts: Facts) -> Iterator[Finding]:
     found, predicted = defaultdict[str, list[int]](list), {target for _, target in facts.extra}
     for number, target in facts.lost:
         if target not in predicted:  # by another token
-            found[next(kind for kind, holds in LOST.items() if holds(facts, number + 1))].append(number)
+            found[next(kind for kind, holds in LOST.items() if holds(facts, number + 1))].append(
+                number
+            )
     for kind, numbers in found.items():
-        yield Finding(kind, f"{len(numbers)} of {len(facts.wanted)} targets, {facts.named(numbers)}")
+        yield Finding(
+            kind, f"{len(numbers)} of {len(facts.wanted)} targets, {facts.named(numbers)}"
+        )
 
 
 def _weights(facts: Facts) -> Iterator[Finding]:
@@ -256,8 +337,13 @@ def _weights(facts: Facts) -> Iterator[Finding]:
     if facts.even(weights):
         yield from _scale(facts, sum(weights) / len(weights))
         return
-    if facts.even(weight / max(1, facts.count[number + 1]) for (number, _), weight in facts.kept.items()):
-        yield Finding("documents are repeated in the step", facts.named(n for n, count in facts.count.items() if count > 1))
+    if facts.even(
+        weight / max(1, facts.count[number + 1]) for (number, _), weight in facts.kept.items()
+    ):
+        yield Finding(
+            "documents are repeated in the step",
+            facts.named(n for n, count in facts.count.items() if count > 1),
+        )
         return
     even = dict[str, list[list[float]]]()
     for name, group_of in MEANS.items():
@@ -268,21 +354,34 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         if len(groups) > 1 and all(map(facts.even, groups.values())):
             even[name] = list(groups.values())
     if means := next((name for name, groups in even.items() if facts.even(map(sum, groups))), None):
-        yield Finding(f"the loss is a mean of means of {means}", f"each of {len(even[means])} counts alike")
+        yield Finding(
+            f"the loss is a mean of means of {means}", f"each of {len(even[means])} counts alike"
+        )
     elif even:
         name, several = next(iter(even.items()))
-        yield Finding(f"weights differ by {name}", f"{', '.join(f'{each[0]:.3g}' for each in several[:4])} times 1/N")
+        yield Finding(
+            f"weights differ by {name}",
+            f"{', '.join(f'{each[0]:.3g}' for each in several[:4])} times 1/N",
+        )
     else:
-        yield Finding("weights of predictions differ", f"from {min(weights):.3g} to {max(weights):.3g} times 1/N")
+        yield Finding(
+            "weights of predictions differ",
+            f"from {min(weights):.3g} to {max(weights):.3g} times 1/N",
+        )
 
 
 def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
     """Yields a common factor that is neither 1 nor that of a mean over what is trained."""
     wanted, trained = len(facts.wanted), sum(facts.kept.values()) + sum(facts.extra.values())
-    if min(abs(factor - 1), abs(trained / wanted - 1)) < facts.same:  # 1/N for all targets, or for all that is trained
+    # 1/N for all targets, or for all that is trained.
+    if min(abs(factor - 1), abs(trained / wanted - 1)) < facts.same:
         return
     ranks, micro_batches = facts.record.ranks, 1 + max(row.call for row in facts.record.calls)
-    counts = {"ranks": ranks, "micro-batches": micro_batches, "ranks × micro-batches": ranks * micro_batches}
+    counts = {
+        "ranks": ranks,
+        "micro-batches": micro_batches,
+        "ranks × micro-batches": ranks * micro_batches,
+    }
     counts = {name: count for name, count in counts.items() if count > 1}
     tokens, held = sum(len(row.ids) for row in facts.record.calls), sum(facts.count.values())
     divisors = {"all tokens": tokens, "the tokens of documents": held}
@@ -290,19 +389,28 @@ def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
     known = {f"× {count}, the number of {name}": float(count) for name, count in counts.items()}
     known |= {f"÷ {count}, the number of {name}": 1 / count for name, count in counts.items()}
     known |= {"a sum and no mean": wanted}
-    known |= {f"divided by {name}, not by the targets": wanted / count for name, count in divisors.items()}
+    known |= {
+        f"divided by {name}, not by the targets": wanted / count for name, count in divisors.items()
+    }
     bases = (1.0, wanted * factor / trained)
-    near = (words for words, value in known.items() if any(abs(factor / (base * value) - 1) < facts.same for base in bases))
+    near = (
+        words
+        for words, value in known.items()
+        if any(abs(factor / (base * value) - 1) < facts.same for base in bases)
+    )
     yield Finding("the loss has a wrong scale", next(near, f"× {factor:.4g}"))
 
 
 def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
-    """Yields parameters whose gradients do not follow from the weights: what is wrong in a layer shows in all before it."""
+    """Yields parameters whose gradients do not follow from the weights: what is wrong in a layer
+    shows in all before it."""
     sizes = {name: float(value.norm()) for name, value in gradients.items()}
     off = defaultdict[int, dict[str, str]](dict)
     for name, expected in gradients.items() if facts.reference.output else ():
         found = facts.record.gradients[name]
-        if not float((found - expected).norm()) <= BACKWARD * max(sizes[name], 1e-3 * largest(sizes.values())):
+        if not float((found - expected).norm()) <= BACKWARD * max(
+            sizes[name], 1e-3 * largest(sizes.values())
+        ):
             ratio = float((found * expected).sum()) / max(sizes[name] ** 2, 1e-300)
             scaled = float((found - ratio * expected).norm()) < BACKWARD * float(found.norm())
             words = "another"
@@ -317,7 +425,11 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
         last = max(off)
         how = ", ".join(sorted(set(off[last].values())))
         where = f" in layer {last}" if last >= 0 else ""
-        others = f"; {sum(map(len, off.values())) - len(off[last])} before it follow" if len(off) > 1 else ""
+        others = (
+            f"; {sum(map(len, off.values())) - len(off[last])} before it follow"
+            if len(off) > 1
+            else ""
+        )
         yield Finding("the backward pass is wrong", f"{_suffixes(off[last])}{where}: {how}{others}")
 
 
@@ -327,7 +439,8 @@ def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:
         right = _right_loss(facts)
         if not min(abs(record.loss - right), abs(record.loss - loss)) <= LOGGED * right:
             yield Finding(
-                "the logged loss is wrong", f"{record.loss:.5g} and not {right:.5g} ({record.loss / right:.4g} times)"
+                "the logged loss is wrong",
+                f"{record.loss:.5g} and not {right:.5g} ({record.loss / right:.4g} times)",
             )
     if record.norm is not None and not record.apart:
         norm = sum(float(value.norm()) ** 2 for value in record.gradients.values()) ** 0.5
@@ -343,13 +456,19 @@ def _right_loss(facts: Facts) -> float:
         numbers = facts.tokens.of(document)
         sequence = Sequence(tuple(numbers), tuple(range(len(numbers))))
         own = (pair for pair in facts.wanted if pair[0] in numbers)
-        right |= {Prediction(sequence, facts.tokens.place[number], target): 1 / len(facts.wanted) for number, target in own}
+        right |= {
+            Prediction(sequence, facts.tokens.place[number], target): 1 / len(facts.wanted)
+            for number, target in own
+        }
     return facts.reference.gradients(right)[0]
 
 
 def picture(facts: Facts) -> list[str]:
-    """Returns a line for each document with a wrong weight; of its targets `.` are right, `0` lost, `+` and `-` off."""
-    if not facts.fit.exact or not (facts.lost or facts.extra or (facts.kept and not facts.even(facts.kept.values()))):
+    """Returns a line for each document with a wrong weight; of its targets `.` are right, `0` lost,
+    `+` and `-` off."""
+    if not facts.fit.exact or not (
+        facts.lost or facts.extra or (facts.kept and not facts.even(facts.kept.values()))
+    ):
         return []
     lines = list[str]()
     for document in facts.documents:
@@ -357,7 +476,15 @@ def picture(facts: Facts) -> list[str]:
         for number in facts.tokens.of(document)[:-1]:
             pair = (number, facts.tokens.ids[number + 1])
             weight, wanted = facts.relative.get(pair, 0.0), float(pair in facts.wanted)
-            signs += "." if abs(weight - wanted) < SAME else "0" if abs(weight) < SAME else "+" if weight > wanted else "-"
+            signs += (
+                "."
+                if abs(weight - wanted) < SAME
+                else "0"
+                if abs(weight) < SAME
+                else "+"
+                if weight > wanted
+                else "-"
+            )
         if signs.strip("."):
             lines.append(f"document {document:2} {signs[:96]}{'…' if len(signs) > 96 else ''}")
     return lines
@@ -365,6 +492,8 @@ def picture(facts: Facts) -> list[str]:
 
 def _suffixes(names: Iterable[str]) -> str:
     """Returns the names of parameters without the number of their layer."""
-    found = Counter(".".join(part for part in name.split(".")[-3:] if not part.isdigit()) for name in names)
+    found = Counter(
+        ".".join(part for part in name.split(".")[-3:] if not part.isdigit()) for name in names
+    )
     shown = [f"{name} ({count})" if count > 1 else name for name, count in found.items()]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")

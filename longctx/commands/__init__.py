@@ -1,1 +1,2 @@
-"""Commands of the command line, one module each: `add_arguments(parser)` and `run(arguments) -> exit status`."""
+"""Commands of the command line, one module each: `add_arguments(parser)` and `run(arguments) ->
+exit status`."""

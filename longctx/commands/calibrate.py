@@ -1,4 +1,5 @@
-"""`longctx calibrate`: measures the constants of the cost model on this machine, and writes them as a hardware profile."""
+"""`longctx calibrate`: measures the constants of the cost model on this machine, and writes them as
+a hardware profile."""
 
 import argparse
 import sys
@@ -22,19 +23,31 @@ FAR_OFF = 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", nargs="?", type=a_path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`"
+        "config",
+        nargs="?",
+        type=a_path,
+        metavar="CONFIG",
+        help="YAML file of settings, as for `longctx train`",
     )
-    parser.add_argument("--out", type=a_path, default=Path("profile.yaml"), metavar="FILE", help="profile to write or replace")
+    parser.add_argument(
+        "--out",
+        type=a_path,
+        default=Path("profile.yaml"),
+        metavar="FILE",
+        help="profile to write or replace",
+    )
     parser.add_argument(
         "--base",
         type=a_name,
         metavar="PROFILE",
-        help="profile for constants that are not measured: overlap, the penalty of splitting, on one process the network "
+        help="profile for constants that are not measured: overlap, the penalty of splitting, on "
+        "one process the network "
         "(default: by device, as for context.profile)",
     )
     parser.epilog = (
         "No store is needed: tokens are drawn at random from a vocabulary of model.vocab_size "
-        f"(default: {VOCABULARY}).\nUse the settings of the run: the profile depends on model, dtype, recomputation and tokens "
+        f"(default: {VOCABULARY}).\nUse the settings of the run: the profile depends on model, "
+        "dtype, recomputation and tokens "
         "per rank.\nOn several processes, to measure the exchange as well: "
         "longctx calibrate run.yaml --processes 8 --out my.yaml\n\n" + overview()
     )
@@ -56,13 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, settings, world_size=launch.world_size)
     if config.pipeline.ranks > 1:
         raise UserError(
-            f"parallel.pipeline_parallel_size is {config.pipeline.ranks}, but profiles are measured without a pipeline, and "
+            f"parallel.pipeline_parallel_size is {config.pipeline.ranks}, but profiles are "
+            "measured without a pipeline, and "
             "scaled to the layers of each rank in training: omit it"
         )
     if config.model.from_pretrained is not None:
         raise UserError(
-            f"model.from_pretrained is {config.model.from_pretrained}, but profiles are measured with the native decoder, and "
-            "scaled to the checkpoint in training: omit it, and set similar sizes, such as --model.hidden_size"
+            f"model.from_pretrained is {config.model.from_pretrained}, but profiles are measured "
+            "with the native decoder, and "
+            "scaled to the checkpoint in training: omit it, and set similar sizes, such as "
+            "--model.hidden_size"
         )
     device = prepare_device(config.train.device, launch)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -78,7 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"measuring: {part}", file=sys.stderr, flush=True)
 
     with join_run(config, launch, device) as mesh:
-        measured = measure_profile(config, mesh, shape, base=base, local_rank=launch.local_rank, tell=tell)
+        measured = measure_profile(
+            config, mesh, shape, base=base, local_rank=launch.local_rank, tell=tell
+        )
     if launch.rank == 0:
         arguments.out.write_text(measured.to_yaml(), "utf-8")
         _draw(measured, arguments.out)
@@ -96,20 +114,28 @@ def _draw(measured: "Measured", out: Path) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table(box=None, pad_edge=False, title=measured.about, title_justify="left", title_style="bold")
+    table = Table(
+        box=None, pad_edge=False, title=measured.about, title_justify="left", title_style="bold"
+    )
     table.add_column("constant", no_wrap=True)
     table.add_column("value", no_wrap=True)
     table.add_column("from")
     for name, value in measured.profile.to_dict().items():
         text = _ends(value) if isinstance(value, list) else f"{value:,.4g}"
-        table.add_row(name, text, measured.sources[name], style=None if name in measured.how else "dim")
+        table.add_row(
+            name, text, measured.sources[name], style=None if name in measured.how else "dim"
+        )
     console.print(table, highlight=False)
     check = measured.check
     console.print(
-        f"\none step of {check['documents']} documents, {check['tokens']:,} tokens: predicted {check['predicted_s']:.4g} s, "
+        f"\none step of {check['documents']} documents, {check['tokens']:,} tokens: predicted "
+        f"{check['predicted_s']:.4g} s, "
         f"measured {check['measured_s']:.4g} s ({check['error']:+.1%})",
         highlight=False,
     )
     if not abs(check["error"]) <= FAR_OFF:
-        console.print("warning: that is far off: stop other load on the machine and measure again", style="yellow")
+        console.print(
+            "warning: that is far off: stop other load on the machine and measure again",
+            style="yellow",
+        )
     console.print(f"written to {out}: use it with --context.profile {out}", highlight=False)

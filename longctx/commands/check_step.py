@@ -6,25 +6,53 @@ import sys
 from longctx.commands.output import a_path
 from longctx.errors import UserError
 
-SUMMARY = "Name what is wrong with packing, padding, accumulation or context parallelism in a step of any trainer"
+SUMMARY = (
+    "Name what is wrong with packing, padding, accumulation or context parallelism in a step "
+    "of any trainer"
+)
 PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", type=a_path, metavar="FILE", help="Python file with `make(probe)`: see docs/check-step.md")
-    parser.add_argument("--make", default="make", metavar="FUNCTION", help="function of the file (default: %(default)s)")
-    parser.add_argument("--probe", action="append", metavar="NAME", help="only this probe; may be repeated (default: all)")
-    parser.add_argument("--allow", action="append", default=[], metavar="FAULT", help="a fault that is meant, as it is printed")
+    parser.add_argument(
+        "script",
+        type=a_path,
+        metavar="FILE",
+        help="Python file with `make(probe)`: see docs/check-step.md",
+    )
+    parser.add_argument(
+        "--make",
+        default="make",
+        metavar="FUNCTION",
+        help="function of the file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--probe",
+        action="append",
+        metavar="NAME",
+        help="only this probe; may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="a fault that is meant, as it is printed",
+    )
     parser.add_argument("--json", action="store_true", help="print verdicts as JSON")
     parser.epilog = (
-        "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 refused. On several ranks:\n"
-        "longctx check-step check.py --processes 2, or torchrun --nproc-per-node 2 -m longctx check-step check.py"
+        "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 "
+        "refused. On several ranks:\n"
+        "longctx check-step check.py --processes 2, or torchrun --nproc-per-node 2 -m longctx "
+        "check-step check.py"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.script.is_file():
-        raise UserError(f"there is no file {arguments.script}: give a Python file with a function make(probe)")
+        raise UserError(
+            f"there is no file {arguments.script}: give a Python file with a function make(probe)"
+        )
     import runpy
 
     import torch

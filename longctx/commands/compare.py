@@ -1,7 +1,8 @@
 """`longctx compare`: compares dynamic with static degrees on the same documents, by one cost model.
 
-The main baseline is fixed static: one degree for all steps, as in trainers without dynamic degrees. Lengths come from a named
-mix, a file, a store or groups. Plans are scored, nothing is trained: `longctx measure` trains.
+The main baseline is fixed static: one degree for all steps, as in trainers without dynamic degrees.
+Lengths come from a named mix, a file, a store or groups. Plans are scored, nothing is trained:
+`longctx measure` trains.
 """
 
 import argparse
@@ -10,7 +11,13 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from longctx.commands.lengths import add_planning_options, add_source_options, add_step_options, kind_of_source, open_source
+from longctx.commands.lengths import (
+    add_planning_options,
+    add_source_options,
+    add_step_options,
+    kind_of_source,
+    open_source,
+)
 from longctx.commands.output import a_path, check_writable, progress_bar, write_csv
 from longctx.units import whole_number
 
@@ -35,25 +42,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         type=parse_baseline,
         metavar="static:DEGREE",
-        help="fixed static baseline: the degree in use today, for all steps (default: the smallest power of two that holds "
+        help="fixed static baseline: the degree in use today, for all steps (default: the smallest "
+        "power of two that holds "
         "the longest document)",
     )
     parser.add_argument(
         "--long-documents",
         choices=("split", "drop", "error"),
-        help="treatment of documents longer than ranks × tokens per rank (default: split; for a file: error)",
+        help="treatment of documents longer than ranks × tokens per rank (default: split; for a "
+        "file: error)",
     )
-    add_step_options(parser, f"steps to plan; figures are means over them (default: {DEFAULT_STEPS})")
+    add_step_options(
+        parser, f"steps to plan; figures are means over them (default: {DEFAULT_STEPS})"
+    )
     output = parser.add_argument_group("output")
-    output.add_argument("--csv", type=a_path, metavar="F", help="write all rows, one per step and planner")
-    output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
+    output.add_argument(
+        "--csv", type=a_path, metavar="F", help="write all rows, one per step and planner"
+    )
+    output.add_argument(
+        "--json", action="store_true", help="print all rows and their means as JSON"
+    )
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Parses `8,64` as (8, 64)."""
     ranks = {whole_number(part.strip()) or 0 for part in text.split(",")}
     if 0 in ranks:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers ≥ 1, as in 8,64,256")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers ≥ 1, as in 8,64,256"
+        )
     return tuple(sorted(ranks))
 
 
@@ -83,7 +100,15 @@ def run(arguments: argparse.Namespace) -> int:
         write_csv(arguments.csv, [asdict(row) for row in rows])
     print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
-        print(json.dumps({"version": 3, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
+        print(
+            json.dumps(
+                {
+                    "version": 3,
+                    "rows": [asdict(row) for row in rows],
+                    "means": [asdict(row) for row in means],
+                }
+            )
+        )
     else:
         from rich.console import Console
 
@@ -94,11 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["LengthSource", list["Case"], list[str]]:
-    """Returns the source of the steps, the steps, and notes on documents that were split or dropped."""
+def _cases(
+    arguments: argparse.Namespace, profile: "HardwareProfile"
+) -> tuple["LengthSource", list["Case"], list[str]]:
+    """Returns the source of the steps, the steps, and notes on documents that were split or
+    dropped."""
     from longctx.comparison.steps import make_cases
 
-    long_documents = arguments.long_documents or ("error" if kind_of_source(arguments) == "file" else "split")
+    long_documents = arguments.long_documents or (
+        "error" if kind_of_source(arguments) == "file" else "split"
+    )
     steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
     source = open_source(arguments, arguments.tokens_per_rank, steps, long_documents)
     cases, changed = make_cases(

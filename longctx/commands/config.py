@@ -14,17 +14,29 @@ SUMMARY = "Show every setting with type, meaning and default, or what a YAML fil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sections = f"{', '.join(SECTIONS)} (default: all of them); a setting, such as context.mode; or a YAML file of settings"
+    sections = (
+        f"{', '.join(SECTIONS)} (default: all of them); a setting, such as context.mode; or "
+        "a YAML file of settings"
+    )
     parser.add_argument("names", nargs="*", metavar="SECTION", help=sections)
 
 
 def run(arguments: argparse.Namespace) -> int:
     for name in arguments.names:
         if Path(name).is_file():
-            print(f"settings of {name} that are not at their defaults:", *_not_default(load(name)), sep="\n")
+            print(
+                f"settings of {name} that are not at their defaults:",
+                *_not_default(load(name)),
+                sep="\n",
+            )
         elif name not in SECTIONS and name not in SETTINGS:
-            raise UserError(f"there is no section or setting {name!r}, nor such a file: sections are {', '.join(SECTIONS)}")
-    if names := [name for name in arguments.names if not Path(name).is_file()] or ([] if arguments.names else SECTIONS):
+            raise UserError(
+                f"there is no section or setting {name!r}, nor such a file: sections are "
+                f"{', '.join(SECTIONS)}"
+            )
+    if names := [name for name in arguments.names if not Path(name).is_file()] or (
+        [] if arguments.names else SECTIONS
+    ):
         print(describe(names))
     return 0
 

@@ -1,7 +1,9 @@
-"""Dry run: checks settings and stores, plans the first steps, and predicts time and memory of the run.
+"""Dry run: checks settings and stores, plans the first steps, and predicts time and memory of the
+run.
 
-Needs no processes, GPUs or run folder; free memory, kernel and run folder are checked on the machine of the run. Lengths of
-documents, from a file or a mix, can stand in for data that nobody has prepared yet.
+Needs no processes, GPUs or run folder; free memory, kernel and run folder are checked on the
+machine of the run. Lengths of documents, from a file or a mix, can stand in for data that nobody
+has prepared yet.
 """
 
 import argparse
@@ -21,7 +23,15 @@ from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.device import assumed, choose_device
 from longctx.training.checks import checks_of
-from longctx.training.data import RunData, StepPlans, mix_lines, plan_steps, steps_of_epochs, steps_of_run, with_steps
+from longctx.training.data import (
+    RunData,
+    StepPlans,
+    mix_lines,
+    plan_steps,
+    steps_of_epochs,
+    steps_of_run,
+    with_steps,
+)
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes, format_count
 
@@ -38,10 +48,15 @@ def stand_in_store(arguments: argparse.Namespace, config: Config) -> Store | Non
     if not stands_in(arguments):
         return None
     if config.data.merge_prefixes:
-        raise UserError("data.merge_prefixes is true, which needs tokens, but only lengths are given: omit it, or give a store")
+        raise UserError(
+            "data.merge_prefixes is true, which needs tokens, but only lengths are given: omit it, "
+            "or give a store"
+        )
     vocabulary = config.model_source().spec.vocab_size or config.model.vocab_size
     if vocabulary is None:
-        raise UserError("model.vocab_size is null, and lengths have no tokenizer: set --model.vocab_size")
+        raise UserError(
+            "model.vocab_size is null, and lengths have no tokenizer: set --model.vocab_size"
+        )
     if arguments.lengths is not None:
         path: Path = arguments.lengths
         lengths = Store.open(path).lengths.tolist() if path.is_dir() else read_lengths(path)
@@ -54,18 +69,24 @@ def stand_in_store(arguments: argparse.Namespace, config: Config) -> Store | Non
 
 
 def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
-    """Prints a summary of the run and one line for each of its first steps; `lengths` stand in for the store.
+    """Prints a summary of the run and one line for each of its first steps; `lengths` stand in for
+    the store.
 
     Raises UserError for settings and stores that the run would reject.
     """
     missing = [path for path in config.data.paths if lengths is None and not path.exists()]
     if missing:
         raise UserError(
-            f"there is no store at {missing[0]}: make one with {how_to_prepare(missing[0])}; or plan without data, by --mix "
+            f"there is no store at {missing[0]}: make one with {how_to_prepare(missing[0])}; or "
+            "plan without data, by --mix "
             "wlb_128k or --lengths FILE, with --model.vocab_size for a new model"
         )
     data = RunData.open(config) if lengths is None else RunData(lengths)
-    store, source, config = data.store, config.model_source(data.vocab_size), with_steps(config, data.store, ranks)
+    store, source, config = (
+        data.store,
+        config.model_source(data.vocab_size),
+        with_steps(config, data.store, ranks),
+    )
     spec, pretrained = source.spec, config.model.from_pretrained
     longest, most = data.longest, config.max_length(ranks)
     done = config.data.long_documents or "split"  # with conversations among them, planning refuses
@@ -77,7 +98,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
         f"model      {format_count(spec.parameters)} parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
         *lines_on(source, pretrained, min(most, longest)),
-        f"documents  at most {most:,} tokens ({f'longer ones: {done}' if longest > most else f'the longest has {longest:,}'}), "
+        f"documents  at most {most:,} tokens "
+        f"({f'longer ones: {done}' if longest > most else f'the longest has {longest:,}'}), "
         f"from {store.said}",
         *mix_lines(config, steps_of_run(config, store, ranks), config.train.steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
@@ -85,40 +107,65 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     )
     planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
     print(
-        "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static            degrees × documents"
+        "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static    "
+        "        degrees × documents"
     )
     for number, step in enumerate(planned, start=1):
         plan, static = step.plan, step.static
         degrees = " ".join(f"{degree}×{count}" for degree, count in plan.degrees.items())
         print(
-            f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  {len(plan.micro_batches):13}  "
-            f"{plan.makespan_s:7.3f} s  {plan.gap:4.1%}  {plan.idle_share:4.1%}  {plan.exposed_share:7.1%}  "
+            f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  "
+            f"{len(plan.micro_batches):13}  "
+            f"{plan.makespan_s:7.3f} s  {plan.gap:4.1%}  {plan.idle_share:4.1%}  "
+            f"{plan.exposed_share:7.1%}  "
             f"{static.makespan_s:7.3f} s ({static.winner})".ljust(101)
             + f"  {degrees}"
         )
-    memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=of_run.fused)
+    memory = estimate(
+        spec,
+        config,
+        ranks,
+        list(loads((step.plan for step in planned), config)),
+        fused=of_run.fused,
+    )
     changed = changes_between(given, config)
     fits, *changes = of_run.verdict(config, changed and f"{changed}, by itself", memory)
-    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.parts.items() if size)
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {format_bytes(size)}"
+        for name, size in memory.parts.items()
+        if size
+    )
     print(f"memory     {fits}: {parts}", *changes, sep="\n")
     print(*_run_lines(config, store, ranks, planned), sep="\n")
 
 
 def _run_lines(config: Config, store: Store, ranks: int, planned: Sequence[StepPlans]) -> list[str]:
-    """Returns the steps of the run and of an epoch of one store, the time that they take, and what degrees gain."""
+    """Returns the steps of the run and of an epoch of one store, the time that they take, and what
+    degrees gain."""
     count, steps = config.train.steps, steps_of_run(config, store, ranks)
     epoch = ""
     if isinstance(steps, Sampler):
-        epoch = f" (an epoch has {steps_of_epochs(1.0, steps):,}, of {store.lengths.sum():,} tokens)"
+        epoch = (
+            f" (an epoch has {steps_of_epochs(1.0, steps):,}, of {store.lengths.sum():,} tokens)"
+        )
     step_s = sum(step.plan.makespan_s for step in planned) / len(planned)
     saved = 1 - step_s * len(planned) / sum(step.static.makespan_s for step in planned)
     tokens = sum(sum(step.plan.lengths) for step in planned) / len(planned)
     seconds = count * step_s
-    size, unit = (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
-    took = f"{seconds / size:,.1f} {unit} as predicted for the steps above, without validation and checkpoints"
-    hours = f"{step_s * ranks / 3600 * 1e9 / tokens:,.3g} {'GPU' if on_gpus(config) else 'process'} hours per billion tokens"
+    size, unit = (
+        (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
+    )
+    took = (
+        f"{seconds / size:,.1f} {unit} as predicted for the steps above, without validation and "
+        "checkpoints"
+    )
+    hours = (
+        f"{step_s * ranks / 3600 * 1e9 / tokens:,.3g} "
+        f"{'GPU' if on_gpus(config) else 'process'} hours per billion tokens"
+    )
     gain = (
-        f"steps take {saved:.0%} less time than with one degree for all documents of a step, the best for each step"
+        f"steps take {saved:.0%} less time than with one degree for all documents of a step, the "
+        "best for each step"
         if saved >= 0.005
         else "none: one degree for all documents of a step would be as fast"
     )

@@ -1,4 +1,5 @@
-"""`longctx estimate`: says whether a run fits, its peak memory per rank by part, and other choices of settings."""
+"""`longctx estimate`: says whether a run fits, its peak memory per rank by part, and other choices
+of settings."""
 
 import argparse
 import json
@@ -13,23 +14,42 @@ if TYPE_CHECKING:
     from longctx.data.store.store import Store
     from longctx.planning.cost.spec import ModelSpec
 
-SUMMARY = "Say whether a run fits: peak memory per rank, as configured and for other choices of settings"
+SUMMARY = (
+    "Say whether a run fits: peak memory per rank, as configured and for other choices of settings"
+)
 CHEAPEST = 3
 """Choices that are shown without --all."""
 OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=a_path, metavar="CONFIG", help="YAML file of settings; defaults if omitted")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs of the run, one process on each")
     parser.add_argument(
-        "--all", action="store_true", help="show every choice of recomputation and resharding, also on more GPUs"
+        "config",
+        nargs="?",
+        type=a_path,
+        metavar="CONFIG",
+        help="YAML file of settings; defaults if omitted",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of GPUs of the run, one process on each",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="show every choice of recomputation and resharding, also on more GPUs",
     )
     parser.add_argument("--json", action="store_true", help="print the estimate in bytes as JSON")
     parser.epilog = (
-        "The documents of the first steps are used if the store exists. Otherwise set model.vocab_size; the estimate then is "
-        "for a full rank\nwith its share of the longest document. For a run on GPUs, on a machine without one, add "
-        "--train.device cuda. Of a checkpoint, config.json is enough: --model.from_pretrained FOLDER\n\n" + overview()
+        "The documents of the first steps are used if the store exists. Otherwise set "
+        "model.vocab_size; the estimate then is "
+        "for a full rank\nwith its share of the longest document. For a run on GPUs, on a machine "
+        "without one, add "
+        "--train.device cuda. Of a checkpoint, config.json is enough: --model.from_pretrained "
+        "FOLDER\n\n" + overview()
     )
 
 
@@ -47,23 +67,36 @@ def run(arguments: argparse.Namespace) -> int:
     memory, table = of_run.peak(config), list(of_run.choices(config))
     if arguments.json:
         rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in table]
-        print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
+        print(
+            json.dumps(
+                {"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}
+            )
+        )
         return 0
     changes = changes_between(config, of_run.as_fitted(config))
     print(*of_run.verdict(config, changes, memory), sep="\n")
     print(
-        f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} rank{'s' * (ranks > 1)}"
-        f"{assumed(config.train.device)}, {f'the first steps of {config.data.said}' if store else 'a full rank (no store)'}"
+        f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} "
+        f"rank{'s' * (ranks > 1)}"
+        f"{assumed(config.train.device)}, "
+        f"{f'the first steps of {config.data.said}' if store else 'a full rank (no store)'}"
     )
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         if size:
             print(f"  {name.replace('_', ' '):20}{format_bytes(size):>12}")
     if not arguments.all:
         available = of_run.available(config)[0]
-        table = [choice for choice in table if available is None or choice[1].total <= available][:CHEAPEST]
-    print("every choice, fastest first" if arguments.all else "choices that fit, fastest first (--all: every choice)")
+        table = [choice for choice in table if available is None or choice[1].total <= available][
+            :CHEAPEST
+        ]
+    print(
+        "every choice, fastest first"
+        if arguments.all
+        else "choices that fit, fastest first (--all: every choice)"
+    )
     for settings, choice in table:
-        print(f"  {' '.join(as_override(*setting) for setting in settings.items()):86}{format_bytes(choice.total):>12}")
+        overrides = " ".join(as_override(*setting) for setting in settings.items())
+        print(f"  {overrides:86}{format_bytes(choice.total):>12}")
     print("not counted: the process, its libraries and memory fragmentation")
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
@@ -80,7 +113,8 @@ def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
         return store, config.model_source(store.tokenizer.vocab_size).spec
     if config.model_source().spec.vocab_size is None:
         raise UserError(
-            f"store {config.data.said} not found, and model.vocab_size is null: set --model.vocab_size, or --data.store to an "
+            f"store {config.data.said} not found, and model.vocab_size is null: set "
+            "--model.vocab_size, or --data.store to an "
             "existing store"
         )
     return None, config.model_source(config.model.vocab_size).spec

@@ -27,14 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target",
         type=a_name,
         metavar="RUN|DIR",
-        help="run folder, evaluated at its newest checkpoint; or a transformers checkpoint: a folder, or OWNER/NAME on the hub",
+        help="run folder, evaluated at its newest checkpoint; or a transformers checkpoint: a "
+        "folder, or OWNER/NAME on the hub",
     )
-    parser.add_argument("--store", type=a_path, help="store to evaluate on (default: the validation documents of the run)")
-    parser.add_argument("--documents", type=int, metavar="N", help="evaluate only the first N documents (default: all)")
+    parser.add_argument(
+        "--store",
+        type=a_path,
+        help="store to evaluate on (default: the validation documents of the run)",
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        metavar="N",
+        help="evaluate only the first N documents (default: all)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.epilog = (
-        "Settings are those of the run and can be overridden: --batch.tokens_per_rank 65536 for longer documents,\n"
-        "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 to scale RoPE.\n"
+        "Settings are those of the run and can be overridden: --batch.tokens_per_rank 65536 for "
+        "longer documents,\n"
+        "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 to "
+        "scale RoPE.\n"
         "On 8 GPUs: longctx eval RUN --store STORE --processes 8\n"
         "Results are also written to the run folder: eval.json."
     )
@@ -68,7 +80,8 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
         return Documents.choose(config, store, max_length, arguments.documents)
     if target.checkpoint is None or (config.eval.store is None and not config.data.held_out):
         raise UserError(
-            f"{target.name} has no validation documents (neither eval.store nor data.held_out is set): give --store STORE"
+            f"{target.name} has no validation documents (neither eval.store nor data.held_out is "
+            "set): give --store STORE"
         )
     first = arguments.documents or config.eval.documents
     config = config.changed({"eval.documents": first, "eval.every": config.eval.every or 1})
@@ -78,7 +91,11 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
 
 
 def _evaluate(
-    arguments: argparse.Namespace, target: "Target", work: "Documents", launch: "Launch", device: "torch.device"
+    arguments: argparse.Namespace,
+    target: "Target",
+    work: "Documents",
+    launch: "Launch",
+    device: "torch.device",
 ) -> None:
     """Joins the processes and evaluates; rank 0 prints and writes the result."""
     from longctx.evaluation.loss import evaluate
@@ -95,15 +112,24 @@ def _evaluate(
 
 
 def make_evaluation_planner(passes: "Passes") -> "Planner":
-    """Makes the planner for evaluation, for the model as built. Collective: all ranks must call it."""
+    """Makes the planner for evaluation, for the model as built. Collective: all ranks must call
+    it."""
     from longctx.training.data import make_planner
     from longctx.training.run_profile import run_profile
 
-    profile = run_profile(passes.config, passes.mesh.world_size, passes.model.spec.vocab_size).agreed(passes.mesh.control)
+    profile = run_profile(
+        passes.config, passes.mesh.world_size, passes.model.spec.vocab_size
+    ).agreed(passes.mesh.control)
     return make_planner(passes.config, passes.mesh.ranks, profile)
 
 
-def _report(arguments: argparse.Namespace, target: "Target", documents: "Documents", report: "LossReport", ranks: int) -> None:
+def _report(
+    arguments: argparse.Namespace,
+    target: "Target",
+    documents: "Documents",
+    report: "LossReport",
+    ranks: int,
+) -> None:
     result = {
         "target": target.name,
         "step": None if target.checkpoint is None else target.checkpoint.step,
@@ -113,7 +139,9 @@ def _report(arguments: argparse.Namespace, target: "Target", documents: "Documen
         "ranks": ranks,
         **report.as_json(),
     }
-    for sentence in filter(None, (*target.notes, target.other_tokenizer(documents.store.tokenizer))):
+    for sentence in filter(
+        None, (*target.notes, target.other_tokenizer(documents.store.tokenizer))
+    ):
         print(f"longctx eval: {sentence}", file=sys.stderr)
     if target.folder is not None:
         (target.folder / "eval.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
@@ -122,16 +150,30 @@ def _report(arguments: argparse.Namespace, target: "Target", documents: "Documen
         return
     overall = report.overall
     print(
-        f"{target.described} on {documents.store.said}: loss {overall.loss:.4f}, perplexity {overall.perplexity:.3f} over "
+        f"{target.described} on {documents.store.said}: loss {overall.loss:.4f}, perplexity "
+        f"{overall.perplexity:.3f} over "
         f"{overall.tokens:,} tokens of {overall.documents:,} documents"
     )
     if documents.long:
-        done = {None: "split", "split": "split", "drop": "dropped"}.get(target.config.data.long_documents, "truncated")
-        print(f"{documents.long:,} documents of more than {documents.max_length:,} tokens were {done}")
-    for title, parts in (("document length (tokens)", report.by_length), ("tokens of context", report.by_position)):
+        done = {None: "split", "split": "split", "drop": "dropped"}.get(
+            target.config.data.long_documents, "truncated"
+        )
+        print(
+            f"{documents.long:,} documents of more than {documents.max_length:,} tokens were {done}"
+        )
+    for title, parts in (
+        ("document length (tokens)", report.by_length),
+        ("tokens of context", report.by_position),
+    ):
         counted = parts[0].documents is not None if parts else False
-        print(f"\n{title:>30} {'documents' if counted else '':>10} {'predicted':>12} {'loss':>8} {'perplexity':>11}")
+        print(
+            f"\n{title:>30} {'documents' if counted else '':>10} {'predicted':>12} {'loss':>8} "
+            f"{'perplexity':>11}"
+        )
         for part in parts:
             documents_of = f"{part.documents:,}" if part.documents is not None else ""
             span = f"{part.first:,} to {part.last:,}"
-            print(f"{span:>30} {documents_of:>10} {part.tokens:>12,} {part.loss:>8.4f} {part.perplexity:>11.3f}")
+            print(
+                f"{span:>30} {documents_of:>10} {part.tokens:>12,} {part.loss:>8.4f} "
+                f"{part.perplexity:>11.3f}"
+            )

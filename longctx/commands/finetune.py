@@ -1,4 +1,5 @@
-"""`longctx finetune`: prepares data, trains a checkpoint on them and exports the result for transformers."""
+"""`longctx finetune`: prepares data, trains a checkpoint on them and exports the result for
+transformers."""
 
 import argparse
 import math
@@ -22,7 +23,9 @@ from longctx.safe_yaml import parse, read_text
 if TYPE_CHECKING:
     from longctx.data.store.store import Store
 
-SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of this machine, export"
+SUMMARY = (
+    "Fine-tune a checkpoint on your data: prepare, train on all devices of this machine, export"
+)
 OVERRIDES = True
 
 FULL_RATE = 1e-5
@@ -36,24 +39,56 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", type=a_name, metavar="MODEL", help="transformers checkpoint: a folder, or OWNER/NAME on the hub"
+        "model",
+        type=a_name,
+        metavar="MODEL",
+        help="transformers checkpoint: a folder, or OWNER/NAME on the hub",
     )
-    data = "JSONL, Parquet, a folder of them, or as `longctx prepare --source` takes; omit it with --lengths or --mix"
+    data = (
+        "JSONL, Parquet, a folder of them, or as `longctx prepare --source` takes; omit it with "
+        "--lengths or --mix"
+    )
     parser.add_argument("data", nargs="?", type=a_name, metavar="DATA", help=data)
-    parser.add_argument("--out", type=a_path, help="run folder; the result is OUT/export (default: runs/MODEL-DATA)")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank instead of all parameters")
-    parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps takes precedence")
-    parser.add_argument("--processes", type=int, metavar="N", help="processes (default: one per GPU, or two on a CPU)")
-    parser.add_argument("--config", type=a_path, metavar="YAML", help="settings that replace this command's defaults")
+    parser.add_argument(
+        "--out", type=a_path, help="run folder; the result is OUT/export (default: runs/MODEL-DATA)"
+    )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train LoRA adapters of this rank instead of all parameters",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        default=1.0,
+        help="passes over the data; --train.steps takes precedence",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes (default: one per GPU, or two on a CPU)",
+    )
+    parser.add_argument(
+        "--config",
+        type=a_path,
+        metavar="YAML",
+        help="settings that replace this command's defaults",
+    )
     only = "write the store and the settings, and print the command to train"
     parser.add_argument("--prepare-only", action="store_true", help=only)
-    dry = "the same, and say how many steps a run on --processes has, how long they take and whether they fit, by prediction"
+    dry = (
+        "the same, and say how many steps a run on --processes has, how long they take and "
+        "whether they fit, by prediction"
+    )
     parser.add_argument("--dry-run", action="store_true", help=dry)
     add_stand_in_options(parser)
     prepare.add_data_arguments(parser)
     parser.set_defaults(tokenizer=None)
     parser.epilog = (
-        "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. --tokenizer is MODEL by default.\n"
+        "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. "
+        "--tokenizer is MODEL by default.\n"
         f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with LoRA."
     )
 
@@ -64,7 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.data import RunData
 
     ranks = _checked(arguments)
-    name = f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data or 'lengths')}"
+    model_name = Path(arguments.model).resolve().name
+    data_name = prepare.default_name(arguments.data or "lengths")
+    name = f"{model_name}-{data_name}"
     out = arguments.out or Path("runs", name)
     chosen = _given(arguments, out)
     if arguments.data is None:
@@ -74,7 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
         assert lengths is not None, "see `_checked`"
         lengths = _as_prepared(lengths, arguments.long_documents, _longest(arguments, chosen))
         defaults = _defaults(arguments, chosen, lengths, ranks, out)
-        dry_run(load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults), ranks, lengths)
+        dry_run(
+            load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults),
+            ranks,
+            lengths,
+        )
         return 0
     _prepare(arguments, chosen, out)
     store = Store.open(out / "store")
@@ -104,20 +145,29 @@ def _checked(arguments: argparse.Namespace) -> int:
 
     if is_torchelastic_launched():
         raise UserError(
-            "torchrun started this process, but finetune starts its own: omit torchrun, and give --processes; on several "
-            "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train OUT/finetune.yaml"
+            "torchrun started this process, but finetune starts its own: omit torchrun, and give "
+            "--processes; on several "
+            "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train "
+            "OUT/finetune.yaml"
         )
     if is_task():
         raise UserError(other_tasks())
     given = stands_in(arguments)
     if arguments.data is None and not given:
         raise UserError(
-            "DATA is missing: give a file or folder of documents, or with --dry-run --lengths or --mix in its place"
+            "DATA is missing: give a file or folder of documents, or with --dry-run --lengths or "
+            "--mix in its place"
         )
     if arguments.data is not None and given:
-        raise UserError(f"DATA is {arguments.data}, and --lengths or --mix would take its place: omit one of the two")
+        raise UserError(
+            f"DATA is {arguments.data}, and --lengths or --mix would take its place: omit one of "
+            "the two"
+        )
     if arguments.lora is not None and arguments.lora < 1:
-        raise UserError(f"--lora is {arguments.lora}: the rank must be at least 1; omit it to train all parameters")
+        raise UserError(
+            f"--lora is {arguments.lora}: the rank must be at least 1; omit it to train all "
+            "parameters"
+        )
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
         raise UserError(f"--epochs is {arguments.epochs}: must be a finite number above 0")
     ranks: int = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
@@ -127,28 +177,39 @@ def _checked(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace, out: Path) -> Config:
-    """Returns the given settings, after checks of model, adapters and folder, because reading the data takes long."""
+    """Returns the given settings, after checks of model, adapters and folder, because reading the
+    data takes long."""
     from longctx.model.checkpoint_files import check_name
     from longctx.training.saved import checkpoint
 
     check_name(arguments.model)
-    # MODEL takes the place of that of a file, such as a recipe, whose model may have been downloaded.
+    # MODEL takes the place of that of a file, such as a recipe, whose model may have been
+    # downloaded.
     model = f"model.from_pretrained={yaml_text(arguments.model)}"
     for other in arguments.overrides:
         if other.startswith("model.from_pretrained=") and other != model:
-            raise UserError(f"MODEL is {arguments.model}, but --{other} names another one: omit the option")
+            raise UserError(
+                f"MODEL is {arguments.model}, but --{other} names another one: omit the option"
+            )
     arguments.overrides = [model, *arguments.overrides]
     first: Values = {"optimizer": {"warmup_steps": 0}}
     if arguments.lora is not None:
         first["lora"] = {"rank": arguments.lora}
-    if checkpoint.steps(out) and (out / "config.yaml").is_file():  # its steps stay as they are, whatever --epochs is now
-        first["batch"] = {"global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]}
+    # Its steps stay as they are, whatever --epochs is now.
+    if checkpoint.steps(out) and (out / "config.yaml").is_file():
+        first["batch"] = {
+            "global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]
+        }
     chosen = load(arguments.config, arguments.overrides, defaults=first)
     if chosen.train.epochs is not None:
-        raise UserError(f"train.epochs is {chosen.train.epochs:g}, but finetune has an option for it: give --epochs instead")
+        raise UserError(
+            f"train.epochs is {chosen.train.epochs:g}, but finetune has an option for it: give "
+            "--epochs instead"
+        )
     if {"store", "stores"} & chosen.data.model_fields_set:
         raise UserError(
-            "data.store or data.stores is set, but finetune trains on its DATA argument: omit the setting, or prepare each "
+            "data.store or data.stores is set, but finetune trains on its DATA argument: omit the "
+            "setting, or prepare each "
             "source (longctx prepare --tokenizer) and run `longctx train`"
         )
     _check_out(out, arguments.overwrite)
@@ -156,7 +217,8 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
 
 
 def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
-    """Prepares the data, by the tokenizer of the model unless another one is given, with the new tokens."""
+    """Prepares the data, by the tokenizer of the model unless another one is given, with the new
+    tokens."""
     from longctx.data.records.pretrained import save_with_tokens
     from longctx.data.store.manifest import StoreError
 
@@ -197,14 +259,19 @@ def _as_prepared(lengths: "Store", long_documents: str, longest: int | None) -> 
 
 
 def _train(config: Config, settings: Path, ranks: int) -> int:
-    """Starts the processes; tells how to go on if they were interrupted. Returns their exit status."""
+    """Starts the processes; tells how to go on if they were interrupted. Returns their exit
+    status."""
     from longctx.parallel.launch import launch
     from longctx.training.saved import checkpoint
 
     status = launch(ranks, ["train", str(settings), "--resume-if-any"])
     if status in INTERRUPTED:
         kept = checkpoint.steps(config.train.run_dir)
-        how = f"to resume from step {kept[-1]}" if kept else "to start again (no checkpoint was written yet)"
+        how = (
+            f"to resume from step {kept[-1]}"
+            if kept
+            else "to start again (no checkpoint was written yet)"
+        )
         print(f"run the same command {how}", file=sys.stderr)
     return status
 
@@ -215,16 +282,19 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
     if overwrite and (steps := checkpoint.steps(out)):
         raise UserError(
-            f"{out} contains a run trained to step {steps[-1]}, whose data cannot be replaced: give the model and data of that "
+            f"{out} contains a run trained to step {steps[-1]}, whose data cannot be replaced: "
+            "give the model and data of that "
             "run, without --overwrite, to resume it; or choose another --out, or remove the folder"
         )
 
 
-def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ranks: int, out: Path) -> Values:
+def _defaults(
+    arguments: argparse.Namespace, chosen: Config, store: "Store", ranks: int, out: Path
+) -> Values:
     """Returns default settings for fine-tuning on this store, by section.
 
-    Every document fits, and an epoch has about FEWEST_STEPS steps or more. Tokens per step and steps are taken from
-    `chosen` if set there.
+    Every document fits, and an epoch has about FEWEST_STEPS steps or more. Tokens per step and
+    steps are taken from `chosen` if set there.
     """
     from longctx.parallel.device import choose_device
 
@@ -236,7 +306,11 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     per_rank = max(2048, math.ceil(longest / domain))
     while longest_document(domain, per_rank) < longest:
         per_rank += 1
-    changes = {} if "tokens_per_rank" in chosen.batch.model_fields_set else {"batch.tokens_per_rank": per_rank}
+    changes = (
+        {}
+        if "tokens_per_rank" in chosen.batch.model_fields_set
+        else {"batch.tokens_per_rank": per_rank}
+    )
     capacity = chosen.changed(changes).capacity(ranks) or longest
     steps = chosen.train.steps
     if "steps" not in chosen.train.model_fields_set:
@@ -266,8 +340,12 @@ def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, lo
     from longctx.data.sampler import Sampler
     from longctx.training.data import steps_of_epochs, steps_of_run
 
-    changes = {"batch.global_tokens": global_tokens, "data.max_length": chosen.data.max_length or longest}
-    steps = steps_of_run(chosen.changed(changes), store, ranks=1)  # their number does not matter where a length is set
+    changes = {
+        "batch.global_tokens": global_tokens,
+        "data.max_length": chosen.data.max_length or longest,
+    }
+    # Their number does not matter where a length is set.
+    steps = steps_of_run(chosen.changed(changes), store, ranks=1)
     assert isinstance(steps, Sampler), "there is one store"
     return steps_of_epochs(epochs, steps)
 
@@ -275,7 +353,8 @@ def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, lo
 def _summary(config: Config, store: "Store", ranks: int) -> str:
     share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
     return (
-        f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens ({share:.0%} with loss) on "
+        f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens "
+        f"({share:.0%} with loss) on "
         f"{ranks} ranks; peak learning rate {config.optimizer.learning_rate:g}; "
         f"settings in {config.train.run_dir / 'finetune.yaml'}"
     )

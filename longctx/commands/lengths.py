@@ -1,4 +1,5 @@
-"""Document lengths on the command lines of `plan` and `compare`: their options, and the source that these name."""
+"""Document lengths on the command lines of `plan` and `compare`: their options, and the source that
+these name."""
 
 import argparse
 from collections.abc import Mapping
@@ -27,12 +28,15 @@ KINDS = {"documents": ("mix",), "global_tokens": ("file", "store")}
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     sources = parser.add_mutually_exclusive_group(required=True)
-    sources.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
+    sources.add_argument(
+        "--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}"
+    )
     sources.add_argument(
         "--lengths",
         type=a_path,
         metavar="FILE|STORE",
-        help="document lengths: a text file with one length per line, or a store written by `longctx prepare`",
+        help="document lengths: a text file with one length per line, or a store written by "
+        "`longctx prepare`",
     )
     profiles = ", ".join(shipped_profiles())
     parser.add_argument(
@@ -55,15 +59,21 @@ def stands_in(arguments: argparse.Namespace) -> bool:
     """Returns whether lengths are in place of data. Raises UserError if the run is not dry."""
     given = arguments.lengths is not None or arguments.mix is not None
     if given and not arguments.dry_run:
-        raise UserError("--lengths and --mix need --dry-run: lengths can be planned, but not trained on")
+        raise UserError(
+            "--lengths and --mix need --dry-run: lengths can be planned, but not trained on"
+        )
     return given
 
 
 def add_planning_options(parser: argparse.ArgumentParser) -> None:
     """Adds what one split plans for: tokens per rank and the model."""
     tokens = "maximum tokens per rank in one micro-batch"
-    parser.add_argument("--tokens-per-rank", type=int, default=DEFAULT_TOKENS_PER_RANK, metavar="T", help=tokens)
-    model = f"scale the profile to a preset: {', '.join(PRESETS)} (default: the profile's own model)"
+    parser.add_argument(
+        "--tokens-per-rank", type=int, default=DEFAULT_TOKENS_PER_RANK, metavar="T", help=tokens
+    )
+    model = (
+        f"scale the profile to a preset: {', '.join(PRESETS)} (default: the profile's own model)"
+    )
     parser.add_argument("--model", metavar="PRESET", help=model)
 
 
@@ -74,12 +84,14 @@ def add_step_options(parser: argparse.ArgumentParser, steps: str = "") -> None:
         "--documents",
         type=int,
         metavar="D",
-        help=f"documents per step, not with --lengths (default with --mix: {DOCUMENTS_PER_RANK} × ranks)",
+        help=f"documents per step, not with --lengths (default with --mix: {DOCUMENTS_PER_RANK} × "
+        "ranks)",
     )
     group.add_argument(
         "--global-tokens",
         type=int,
-        help=f"tokens per step, --lengths only (default: {MICRO_BATCHES} × ranks × tokens per rank)",
+        help=f"tokens per step, --lengths only (default: {MICRO_BATCHES} × ranks × tokens per "
+        "rank)",
     )
     group.add_argument("--seed", type=int, help="seed for drawing documents (default: 0)")
     if steps:
@@ -97,7 +109,8 @@ def open_source(
     long_documents: str,
     kinds: Mapping[str, tuple[str, ...]] = KINDS,
 ) -> "LengthSource":
-    """Returns the source of the lengths of `steps` steps. Raises UserError for an option that it does not support."""
+    """Returns the source of the lengths of `steps` steps. Raises UserError for an option that it
+    does not support."""
     from longctx.comparison.steps import file_source, mix_source, store_source
 
     refuse_other_kinds(arguments, kinds)
@@ -112,34 +125,51 @@ def open_source(
         return MICRO_BATCHES * ranks * tokens_per_rank if tokens is None else tokens
 
     if kind == "file":
-        return file_source(read_lengths(arguments.lengths), str(arguments.lengths), global_tokens, seed, steps, long_documents)
+        return file_source(
+            read_lengths(arguments.lengths),
+            str(arguments.lengths),
+            global_tokens,
+            seed,
+            steps,
+            long_documents,
+        )
     return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
 
 
-def refuse_other_kinds(arguments: argparse.Namespace, kinds: Mapping[str, tuple[str, ...]] = KINDS) -> None:
+def refuse_other_kinds(
+    arguments: argparse.Namespace, kinds: Mapping[str, tuple[str, ...]] = KINDS
+) -> None:
     """Raises UserError for an option of another kind of source."""
     kind = kind_of_source(arguments)
     for name, supported in kinds.items():
         if kind not in supported and getattr(arguments, name) is not None:
             option, kinds_of_it = name.replace("_", "-"), " or ".join(supported)
-            raise UserError(f"--{option} needs a {kinds_of_it}, but the lengths come from a {kind}: omit it")
+            raise UserError(
+                f"--{option} needs a {kinds_of_it}, but the lengths come from a {kind}: omit it"
+            )
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Reads one length per line, skipping empty lines. Raises UserError with the line number, or for a file without lengths."""
+    """Reads one length per line, skipping empty lines. Raises UserError with the line number, or
+    for a file without lengths."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError as error:
-        raise UserError(f"{path} not found: give a file with one length per line, or a store") from error
+        raise UserError(
+            f"{path} not found: give a file with one length per line, or a store"
+        ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text file: give a file with one length per line, or a store") from error
+        raise UserError(
+            f"{path} is not a text file: give a file with one length per line, or a store"
+        ) from error
     lengths: list[int] = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         length = whole_number(text) if text else None
         if text and not length:
             raise UserError(
-                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ per line"
+                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number "
+                "from 1 to 10¹⁸ per line"
             )
         lengths += [length] if length else []
     if not lengths:

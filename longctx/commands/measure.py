@@ -1,4 +1,5 @@
-"""`longctx measure`: trains the same documents under several modes in turn and compares the measured times."""
+"""`longctx measure`: trains the same documents under several modes in turn and compares the
+measured times."""
 
 import argparse
 import json
@@ -12,32 +13,53 @@ from longctx.errors import raise_together
 if TYPE_CHECKING:
     from longctx.comparison.measured import MeasuredComparison
 
-SUMMARY = "Train the same documents with dynamic and static degrees in turn, and compare the measured times"
+SUMMARY = (
+    "Train the same documents with dynamic and static degrees in turn, and compare the "
+    "measured times"
+)
 OVERRIDES = PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", nargs="?", type=a_path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`"
+        "config",
+        nargs="?",
+        type=a_path,
+        metavar="CONFIG",
+        help="YAML file of settings, as for `longctx train`",
     )
     parser.add_argument(
         "--modes",
         default="auto,static",
         metavar="MODE,..",
-        help="modes to measure: auto, bins, static (the best degree of every step by the cost model), static:DEGREE",
+        help="modes to measure: auto, bins, static (the best degree of every step by the cost "
+        "model), static:DEGREE",
     )
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of each mode")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="warm-up steps, not measured")
-    parser.add_argument("--out", type=a_path, metavar="FILE", help="write the measurements of every step and mode as JSON")
-    parser.add_argument("--json", action="store_true", help="print them as JSON instead of the table")
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="measured steps of each mode"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=2, metavar="N", help="warm-up steps, not measured"
+    )
+    parser.add_argument(
+        "--out",
+        type=a_path,
+        metavar="FILE",
+        help="write the measurements of every step and mode as JSON",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print them as JSON instead of the table"
+    )
     parser.epilog = (
-        "Nothing is saved. Give the profile of this machine, for predictions: longctx measure run.yaml --processes 8 "
+        "Nothing is saved. Give the profile of this machine, for predictions: longctx measure "
+        "run.yaml --processes 8 "
         "--context.profile my.yaml\n\n" + overview()
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains under every mode and prints the times. Returns 1 if the losses of the modes differ, 143 after SIGTERM."""
+    """Trains under every mode and prints the times. Returns 1 if the losses of the modes differ,
+    143 after SIGTERM."""
     from longctx.comparison.measured import train_in_turn
     from longctx.parallel.environment import Launch
     from longctx.training.build import join_run
@@ -63,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
             modes=tuple(arguments.modes.split(",")),
             steps=arguments.steps,
             warmup=arguments.warmup,
-            tell=(lambda line: print(line, flush=True)) if show and not arguments.json else lambda line: None,
+            tell=(lambda line: print(line, flush=True))
+            if show and not arguments.json
+            else lambda line: None,
         )
     if show:
         content = measured.to_json()
@@ -89,11 +113,17 @@ def _draw(measured: "MeasuredComparison") -> None:
     steps = len(baseline.steps)
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{steps} step{'s' * (steps > 1)} per mode on {measured.ranks} ranks, after {measured.warmup} warm-up steps",
+        title=f"{steps} step{'s' * (steps > 1)} per mode on {measured.ranks} ranks, after "
+        f"{measured.warmup} warm-up steps",
         title_justify="left",
         title_style="bold",
-        caption=f"Speedup: time of {baseline.mode} / time of the mode on the same documents, median over steps."
-        + (" Mode static uses the best degree of every step by the cost model." if "static" in names else ""),
+        caption=f"Speedup: time of {baseline.mode} / time of the mode on the same documents, "
+        "median over steps."
+        + (
+            " Mode static uses the best degree of every step by the cost model."
+            if "static" in names
+            else ""
+        ),
         caption_justify="left",
     )
     table.add_column("mode")

@@ -1,4 +1,5 @@
-"""Output of the commands: files to write, and progress bars; and the error for words that no command takes."""
+"""Output of the commands: files to write, and progress bars; and the error for words that no
+command takes."""
 
 import argparse
 import csv
@@ -28,7 +29,8 @@ def a_path(text: str) -> Path:
 
 
 def a_name(text: str) -> str:
-    """Returns an argument that is a path or a name, its `~` and `$NAME` expanded, as `type` of argparse."""
+    """Returns an argument that is a path or a name, its `~` and `$NAME` expanded, as `type` of
+    argparse."""
     try:
         return expanded(text)
     except PathError as error:
@@ -42,7 +44,10 @@ def check_writable(path: Path | None) -> None:
     if path.is_dir():
         raise UserError(f"{path} cannot be written: it is a folder; give a file name")
     if not path.absolute().parent.is_dir():
-        raise UserError(f"{path} cannot be written: folder {path.parent} does not exist; create it, or choose another")
+        raise UserError(
+            f"{path} cannot be written: folder {path.parent} does not exist; create it, or choose "
+            "another"
+        )
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UserError(f"{path} cannot be written: permission denied; choose another")
 
@@ -63,14 +68,20 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator["Show"]:
-    """Yields `show(stage, share)`, which shows progress on standard error: a bar, or without a terminal a line now and then."""
+    """Yields `show(stage, share)`, which shows progress on standard error: a bar, or without a
+    terminal a line now and then."""
     if not sys.stderr.isatty():
         yield _lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description:24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:24}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=1.0)
         yield lambda stage, share: bars.update(task, description=stage, completed=share)
@@ -89,7 +100,8 @@ def _lines() -> "Show":
 
 
 def not_taken(words: list[str], parser: argparse.ArgumentParser, *, takes_settings: bool) -> str:
-    """Returns the error for words that a command does not take, with the option or setting that was probably meant."""
+    """Returns the error for words that a command does not take, with the option or setting that was
+    probably meant."""
     from longctx.config.reading import setting_of  # pydantic takes long to import
 
     option = next((word.partition("=")[0] for word in words if word.startswith("--")), "")

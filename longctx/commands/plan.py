@@ -1,4 +1,5 @@
-"""`longctx plan`: plans one step for given lengths, and shows the plan in the terminal, as a picture or as JSON."""
+"""`longctx plan`: plans one step for given lengths, and shows the plan in the terminal, as a
+picture or as JSON."""
 
 import argparse
 import json
@@ -30,33 +31,50 @@ KINDS = {"documents": ("mix",), "global_tokens": ("store",), "seed": ("mix", "st
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks in the domain")
+    parser.add_argument(
+        "--ranks", type=int, required=True, metavar="N", help="number of ranks in the domain"
+    )
     add_planning_options(parser)
-    parser.add_argument("--mode", choices=MODES, default="auto", help="how degrees are chosen; see context.mode")
+    parser.add_argument(
+        "--mode", choices=MODES, default="auto", help="how degrees are chosen; see context.mode"
+    )
     parser.add_argument("--degree", type=int, help="degree in mode static (default: the best one)")
     parser.add_argument(
         "--bins",
         type=parse_bins,
         metavar="LENGTH:DEGREE,..",
-        help="table of mode bins, maximum length:degree, such as 8192:1,32768:4 (default: derived from the profile)",
+        help="table of mode bins, maximum length:degree, such as 8192:1,32768:4 (default: derived "
+        "from the profile)",
     )
     pipeline = parser.add_argument_group(
         "pipeline parallelism",
-        "--ranks is the domain, without pipeline ranks. A profile that names its model is scaled to the layers of the\n"
+        "--ranks is the domain, without pipeline ranks. A profile that names its model is scaled "
+        "to the layers of the\n"
         "slowest pipeline rank; any other profile must describe the layers of one pipeline rank.",
     )
-    pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that the layers are split over")
-    pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="pipeline stages per rank")
+    pipeline.add_argument(
+        "--pipeline-ranks",
+        type=int,
+        default=1,
+        metavar="P",
+        help="ranks that the layers are split over",
+    )
+    pipeline.add_argument(
+        "--pipeline-chunks", type=int, default=1, metavar="V", help="pipeline stages per rank"
+    )
     add_step_options(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--json", action="store_true", help="print the plan as JSON, with the tight lower bound, and the table of mode bins"
+        "--json",
+        action="store_true",
+        help="print the plan as JSON, with the tight lower bound, and the table of mode bins",
     )
     output.add_argument(
         "--png",
         type=a_path,
         metavar="F",
-        help="draw the plan into this file (.png, .svg or .pdf), below fixed static: one degree for all documents",
+        help="draw the plan into this file (.png, .svg or .pdf), below fixed static: one degree "
+        "for all documents",
     )
 
 
@@ -71,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks)
     check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
     lengths, source, longest = _step(arguments)
-    planned = preset_profile(arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank)
+    planned = preset_profile(
+        arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank
+    )
     plan = make_plan(
         lengths,
         ranks=arguments.ranks,
@@ -87,7 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
     if plan.mode == "bins":
         bins = arguments.bins or derived_bins(plan.profile, plan.ranks, plan.tokens_per_rank)
     if arguments.png:
-        _save(plan, baseline, f"lengths: {source}; times: modelled, profile {planned.name}", arguments.png)
+        _save(
+            plan,
+            baseline,
+            f"lengths: {source}; times: modelled, profile {planned.name}",
+            arguments.png,
+        )
     print(*planned.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         more = {} if bins is None else {"bins": bins}
@@ -102,13 +127,19 @@ def run(arguments: argparse.Namespace) -> int:
         if bins is not None:
             rows = (f"    {longest}: {degree}" for longest, degree in bins.items())
             print(
-                "\n# {longest document: degree}, as settings of a run", "context:", "  mode: bins", "  bins:", *rows, sep="\n"
+                "\n# {longest document: degree}, as settings of a run",
+                "context:",
+                "  mode: bins",
+                "  bins:",
+                *rows,
+                sep="\n",
             )
     return 0
 
 
 def _fixed_static(plan: "Plan", longest: int) -> "Plan | None":
-    """Returns the plan of the same documents at one fixed degree; None for a plan that is static or in a pipeline itself."""
+    """Returns the plan of the same documents at one fixed degree; None for a plan that is static or
+    in a pipeline itself."""
     from longctx.comparison.baselines import fixed_degree, plan_fixed_static
 
     if plan.mode == "static" or plan.pipeline.ranks > 1:
@@ -129,8 +160,14 @@ def _save(plan: "Plan", baseline: "Plan | None", source: str, path: Path) -> Non
         panels = [Panel(f"{plan.mode.capitalize()} ({plan.winner})", plan)]
     else:
         degree = baseline.winner.removeprefix("static:")
-        names = {"auto": "Dynamic, a degree for each document", "bins": "Bins, a degree for each class of lengths"}
-        panels = [Panel(f"Fixed static, degree {degree} for all", baseline), Panel(names[plan.mode], plan)]
+        names = {
+            "auto": "Dynamic, a degree for each document",
+            "bins": "Bins, a degree for each class of lengths",
+        }
+        panels = [
+            Panel(f"Fixed static, degree {degree} for all", baseline),
+            Panel(names[plan.mode], plan),
+        ]
     save_plans(panels, source, path)
 
 

@@ -1,4 +1,5 @@
-"""`longctx prepare`: tokenizes text and conversations into a store of documents, the input of `longctx train`."""
+"""`longctx prepare`: tokenizes text and conversations into a store of documents, the input of
+`longctx train`."""
 
 import argparse
 import json
@@ -30,14 +31,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source",
         type=a_name,
         default="python-stdlib",
-        help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow, "
-        "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, OWNER/NAME of the hub, or "
+        help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as "
+        ".gz or .zst, .parquet, .arrow, "
+        "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, "
+        "OWNER/NAME of the hub, or "
         "python-stdlib, the source of this Python's standard library. Records may be messages, "
         "ShareGPT conversations, prompt and completion, instruction and output, text, "
         "or token ids (with a --tokenizer); the format is detected by the keys",
     )
-    parser.add_argument("--out", type=a_path, help="folder of the store (default: stores/NAME, by the name of the source)")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
+    parser.add_argument(
+        "--out",
+        type=a_path,
+        help="folder of the store (default: stores/NAME, by the name of the source)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="maximum vocabulary of --tokenizer bpe (default: 4096)",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_data_arguments(parser)
 
@@ -54,37 +66,44 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
         "--tokenizer",
         type=a_name,
         default="bpe",
-        help="bpe: train a byte-level BPE on the source; bytes: one token per byte; the path of a tokenizer.json; or a "
-        "transformers checkpoint (a folder, or OWNER/NAME on the hub), whose end-of-text token and chat template are used too",
+        help="bpe: train a byte-level BPE on the source; bytes: one token per byte; the path of a "
+        "tokenizer.json; or a "
+        "transformers checkpoint (a folder, or OWNER/NAME on the hub), whose end-of-text token and "
+        "chat template are used too",
     )
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",
-        help="token that ends a document (default: the checkpoint's, or a well-known token of tokenizer.json)",
+        help="token that ends a document (default: the checkpoint's, or a well-known token of "
+        "tokenizer.json)",
     )
     parser.add_argument(
         "--special-tokens-as-text",
         action="store_true",
-        help="read special tokens in texts and messages as characters (default: they are the tokenizer's, as in transformers)",
+        help="read special tokens in texts and messages as characters (default: they are the "
+        "tokenizer's, as in transformers)",
     )
     parser.add_argument(
         "--chat-template",
         type=a_name,
         default="auto",
         metavar="auto|chatml|FILE",
-        help="chat template of conversations; auto: the checkpoint's, or ChatML if it has none; chatml; or a Jinja file, for "
+        help="chat template of conversations; auto: the checkpoint's, or ChatML if it has none; "
+        "chatml; or a Jinja file, for "
         "the tokenizer of a checkpoint",
     )
     parser.add_argument(
         "--date",
         metavar="YYYY-MM-DD",
-        help="day of the conversations, for a chat template that asks for the day (default: such a template is refused)",
+        help="day of the conversations, for a chat template that asks for the day (default: such a "
+        "template is refused)",
     )
     parser.add_argument(
         "--template-set",
         action="append",
         metavar="NAME=VALUE",
-        help="sets a variable of the chat template, which exports then have by default, such as enable_thinking=false; a value "
+        help="sets a variable of the chat template, which exports then have by default, such as "
+        "enable_thinking=false; a value "
         "that is not JSON is a text; may be repeated",
     )
 
@@ -94,45 +113,70 @@ def _add_loss_arguments(parser: argparse._ArgumentGroup) -> None:
         "--train-on",
         choices=("assistant", "last", "all"),
         default="assistant",
-        help="tokens with loss in conversations: the assistant's turns, its last turn, or all tokens",
+        help="tokens with loss in conversations: the assistant's turns, its last turn, or all "
+        "tokens",
     )
     parser.add_argument(
         "--train-on-empty-thoughts",
         action="store_true",
-        help="train on an empty <think> block that the chat template writes before an answer (default: no loss there)",
+        help="train on an empty <think> block that the chat template writes before an answer "
+        "(default: no loss there)",
     )
-    parser.add_argument("--max-length", type=int, metavar="N", help="maximum tokens of a conversation (default: keep all)")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="maximum tokens of a conversation (default: keep all)",
+    )
     parser.add_argument(
         "--long-documents",
         choices=("error", "drop", "truncate_left", "truncate_right"),
         default="error",
-        help="what happens to conversations of more than --max-length tokens; truncate_left keeps the end",
+        help="what happens to conversations of more than --max-length tokens; truncate_left keeps "
+        "the end",
     )
 
 
 def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
-        "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
+        "--text-column",
+        metavar="NAME",
+        help="column or key of the text; takes precedence over other formats (default: text)",
     )
     split = "split to read, where files (by their names) or a dataset have several (default: train)"
     parser.add_argument("--split", metavar="NAME", help=split)
-    parser.add_argument("--subset", metavar="NAME", help="subset (configuration) of a data set on the hub")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a data set on the hub (default: main)")
+    parser.add_argument(
+        "--subset", metavar="NAME", help="subset (configuration) of a data set on the hub"
+    )
+    parser.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a data set on the hub (default: main)",
+    )
     parser.add_argument(
         "--max-documents",
         type=int,
         metavar="N",
-        help="stop reading after N documents; a data set on the hub is then streamed, not downloaded (default: read all)",
+        help="stop reading after N documents; a data set on the hub is then streamed, not "
+        "downloaded (default: read all)",
     )
     most = "stop reading after N bytes of text, or token ids of 4 bytes (default: all)"
     parser.add_argument("--max-bytes", type=int, metavar="N", help=most)
     parser.add_argument(
         "--document-separator",
         metavar="TEXT",
-        help="what separates documents in files that are one text each (default: <|endoftext|> in .txt; see docs/data.md)",
+        help="what separates documents in files that are one text each (default: <|endoftext|> in "
+        ".txt; see docs/data.md)",
     )
-    parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
-    parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
+    parser.add_argument(
+        "--as-text", action="store_true", help="read every file as one text, whatever its ending"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of tokenizer threads (default: one per core)",
+    )
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -148,12 +192,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")
     if arguments.max_length is None and arguments.long_documents != "error":
-        raise UserError(f"--long-documents is {arguments.long_documents}, but no length is set: give --max-length")
+        raise UserError(
+            f"--long-documents is {arguments.long_documents}, but no length is set: give "
+            "--max-length"
+        )
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
-        raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
+        raise UserError(
+            f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit "
+            "one of the two"
+        )
     variables = dict(map(_variable, arguments.template_set or ()))
     began = time.perf_counter()
-    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes", "document_separator")
+    options = (
+        "text_column",
+        "split",
+        "as_text",
+        "subset",
+        "revision",
+        "max_documents",
+        "max_bytes",
+        "document_separator",
+    )
     corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
     out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
@@ -182,7 +241,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _variable(setting: str) -> tuple[str, Any]:
     name, equals, value = setting.partition("=")
     if not equals or not name.isidentifier():
-        raise UserError(f"--template-set is {setting!r}: it must be NAME=VALUE, such as enable_thinking=false")
+        raise UserError(
+            f"--template-set is {setting!r}: it must be NAME=VALUE, such as enable_thinking=false"
+        )
     try:
         return name, json.loads(value)
     except ValueError:
@@ -198,52 +259,97 @@ def _describe(out: Path, prepared: "Prepared", seconds: float) -> str:
     manifest = prepared.manifest
     share = manifest.trained_tokens / max(1, manifest.tokens)
     lines = [
-        f"{out}: written in {seconds:.1f} s" if prepared.made else f"{out}: up to date, nothing to do",
+        f"{out}: written in {seconds:.1f} s"
+        if prepared.made
+        else f"{out}: up to date, nothing to do",
         f"  documents  {manifest.documents:,}",
-        f"  tokens     {manifest.tokens:,}, of which {manifest.trained_tokens:,} with loss ({share:.1%})",
+        f"  tokens     {manifest.tokens:,}, of which {manifest.trained_tokens:,} with loss "
+        f"({share:.1%})",
         f"  longest    {manifest.longest_length:,} tokens: {manifest.longest_name}",
-        f"  vocabulary {manifest.vocab_size:,}, documents end with {manifest.end_of_document_token}",
+        f"  vocabulary {manifest.vocab_size:,}, documents end with "
+        f"{manifest.end_of_document_token}",
     ]
     stays = [f"  stays      {that_stay(list(prepared.stays))}"] if prepared.stays else []
     return "\n".join(lines + list(_particulars(manifest)) + stays)
 
 
 def _particulars(manifest: "Manifest") -> Iterator[str]:
-    """Yields lines on formats, templates, weights and left-out documents, where the store has them."""
+    """Yields lines on formats, templates, weights and left-out documents, where the store has
+    them."""
     if set(manifest.formats) - {"text"}:
-        yield "  formats    " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items()))
+        yield "  formats    " + ", ".join(
+            f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items())
+        )
     for what, count in manifest.noted.items():
         yield f"  noted      {count:,} {what}"
     if manifest.spelled_tokens:
-        where = f"{manifest.spelled_documents:,} documents, read as transformers does; the first is {manifest.spelled_name}"
-        yield f"  special    {manifest.spelled_tokens:,} special tokens in the texts of {where} (--special-tokens-as-text)"
+        where = (
+            f"{manifest.spelled_documents:,} documents, read as transformers does; the first "
+            f"is {manifest.spelled_name}"
+        )
+        yield (
+            f"  special    {manifest.spelled_tokens:,} special tokens in the texts of {where} "
+            "(--special-tokens-as-text)"
+        )
     if manifest.template:
         yield f"  template   {manifest.template}"
-        trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
+        trained = {
+            "assistant": "the assistant's turns",
+            "last": "the assistant's last turn",
+            "all": "all tokens",
+        }
         yield f"  loss on    {trained[manifest.train_on]} of conversations"
     if manifest.empty_thoughts:
-        yield f"  no loss    on the empty <think> block that the template writes before {manifest.empty_thoughts:,} answers"
+        yield (
+            "  no loss    on the empty <think> block that the template writes before "
+            f"{manifest.empty_thoughts:,} answers"
+        )
     if manifest.straddling_tokens:
-        yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn or part"
+        yield (
+            f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before "
+            "or after a turn or part"
+        )
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
         yield f"  weights    {manifest.lightest:g} to {manifest.heaviest:g}"
     if manifest.weighted_documents:
-        yield f"  weights    of single messages or tokens in {manifest.weighted_documents:,} documents"
+        yield (
+            f"  weights    of single messages or tokens in {manifest.weighted_documents:,} "
+            "documents"
+        )
     if manifest.dropped_documents:
-        yield f"  dropped    {manifest.dropped_documents:,} conversations of more than {manifest.max_length:,} tokens"
+        yield (
+            f"  dropped    {manifest.dropped_documents:,} conversations of more than "
+            f"{manifest.max_length:,} tokens"
+        )
     if manifest.truncated_documents:
-        yield f"  truncated  {manifest.truncated_documents:,} conversations to {manifest.max_length:,} tokens"
+        yield (
+            f"  truncated  {manifest.truncated_documents:,} conversations to "
+            f"{manifest.max_length:,} tokens"
+        )
     if manifest.untrained_documents:
-        yield f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss of everything"
+        yield (
+            f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss "
+            "of everything"
+        )
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} documents that are empty or null"
     if manifest.limits:
-        yield "  stopped    at " + ", ".join(f"--{name.replace('_', '-')} {value:,}" for name, value in manifest.limits.items())
+        yield "  stopped    at " + ", ".join(
+            f"--{name.replace('_', '-')} {value:,}" for name, value in manifest.limits.items()
+        )
     if manifest.not_read:
-        yield "  not read   " + ", ".join(f"{count:,} × {reason}" for reason, count in sorted(manifest.not_read.items()))
+        yield "  not read   " + ", ".join(
+            f"{count:,} × {reason}" for reason, count in sorted(manifest.not_read.items())
+        )
     if manifest.skipped_files:
-        names = ", ".join(manifest.skipped_names[:3]) + (", .." if manifest.skipped_files > 3 else "")
+        names = ", ".join(manifest.skipped_names[:3]) + (
+            ", .." if manifest.skipped_files > 3 else ""
+        )
         yield f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
-    for title, counts, what in (("not used", manifest.unused, "records"), ("left out", manifest.left_out, "conversations")):
+    for title, counts, what in (
+        ("not used", manifest.unused, "records"),
+        ("left out", manifest.left_out, "conversations"),
+    ):
         if counts:
-            yield f"  {title}   {', '.join(f'{name} in {count:,}' for name, count in sorted(counts.items()))} {what}"
+            counted = ", ".join(f"{name} in {count:,}" for name, count in sorted(counts.items()))
+            yield f"  {title}   {counted} {what}"

@@ -1,8 +1,10 @@
-"""Measured comparison: trains steps on the same documents under several modes of planning, and times them.
+"""Measured comparison: trains steps on the same documents under several modes of planning, and
+times them.
 
-Every mode has its own trainer, from the same seed, on one mesh. The trainers take turns, a step each on the same documents, so
-that disturbances of the machine affect all modes alike. Losses must stay equal, which is checked. Each mode holds weights,
-gradients and optimizer state, so a model that fills a GPU needs more ranks than in training.
+Every mode has its own trainer, from the same seed, on one mesh. The trainers take turns, a step
+each on the same documents, so that disturbances of the machine affect all modes alike. Losses must
+stay equal, which is checked. Each mode holds weights, gradients and optimizer state, so a model
+that fills a GPU needs more ranks than in training.
 """
 
 import math
@@ -31,8 +33,8 @@ _MODE = re.compile(r"auto|bins|static(:[1-9][0-9]*)?")
 
 
 MeasuredStep = Mapping[str, Any]
-"""Metrics of a step (`StepMetrics`), and `seconds`: from the common start of all ranks to the end of the slowest one, including
-its wait for data."""
+"""Metrics of a step (`StepMetrics`), and `seconds`: from the common start of all ranks to the end
+of the slowest one, including its wait for data."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,19 @@ class MeasuredMode:
 
     @property
     def prediction_error(self) -> float:
-        """Total predicted time / total measured time - 1; below 0 if the steps took longer than predicted."""
+        """Total predicted time / total measured time - 1; below 0 if the steps took longer than
+        predicted."""
         return self.predicted_s / self.total_s - 1
 
     def times_as_fast_as(self, other: "MeasuredMode", by: str = "seconds") -> float:
-        """Returns the speedup over another mode: its time / this mode's time on the same documents, median over steps.
+        """Returns the speedup over another mode: its time / this mode's time on the same documents,
+        median over steps.
 
         `by`: seconds, or predicted_s for the speedup that the plans predict.
         """
-        return statistics.median(a / b for a, b in zip(other.column(by), self.column(by), strict=True))
+        return statistics.median(
+            a / b for a, b in zip(other.column(by), self.column(by), strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,8 @@ class MeasuredComparison:
 
     Attributes:
         warmup: number of warm-up steps, which count only for the comparison of losses.
-        loss_difference: maximum relative difference of a mode's loss from the first mode's, over all steps.
-        loss_tolerance: maximum `loss_difference` due to rounding.
+        loss_difference: maximum relative difference of a mode's loss from the first mode's, over
+        all steps. loss_tolerance: maximum `loss_difference` due to rounding.
     """
 
     modes: tuple[MeasuredMode, ...]
@@ -94,9 +100,11 @@ class MeasuredComparison:
 
     @property
     def baseline(self) -> MeasuredMode:
-        """Baseline of speedups: the fastest static:DEGREE by total measured time, otherwise `static`, otherwise the first mode.
+        """Baseline of speedups: the fastest static:DEGREE by total measured time, otherwise
+        `static`, otherwise the first mode.
 
-        `static` is only the second choice because it changes its degree every step, which a static run cannot.
+        `static` is only the second choice because it changes its degree every step, which a static
+        run cannot.
         """
         single = [mode for mode in self.modes if mode.mode.startswith("static:")]
         oracle = [mode for mode in self.modes if mode.mode == "static"]
@@ -116,7 +124,13 @@ class MeasuredComparison:
             }
             for mode in self.modes
         ]
-        return {"version": 1, **known, "losses_equal": self.losses_equal, "baseline": baseline.mode, "modes": modes}
+        return {
+            "version": 1,
+            **known,
+            "losses_equal": self.losses_equal,
+            "baseline": baseline.mode,
+            "modes": modes,
+        }
 
 
 def train_in_turn(
@@ -129,14 +143,17 @@ def train_in_turn(
     warmup: int,
     tell: Callable[[str], None] = lambda line: None,
 ) -> MeasuredComparison:
-    """Trains `warmup` + `steps` steps under every mode in turn. Collective over the mesh; writes nothing.
+    """Trains `warmup` + `steps` steps under every mode in turn. Collective over the mesh; writes
+    nothing.
 
     Args:
-        config: settings of the run; `context.mode` and `context.degree` are replaced, `context.bins` applies to mode bins only.
-        modes: two or more of auto, bins, static (the best degree of every step by the cost model) and static:DEGREE.
-        steps, warmup: number of measured steps, and of steps before them.
+        config: settings of the run; `context.mode` and `context.degree` are replaced,
+        `context.bins` applies to mode bins only. modes: two or more of auto, bins, static (the best
+        degree of every step by the cost model) and static:DEGREE. steps, warmup: number of measured
+        steps, and of steps before them.
 
-    Raises UserError for unknown or repeated modes, ConfigError for modes that the settings do not allow.
+    Raises UserError for unknown or repeated modes, ConfigError for modes that the settings do not
+    allow.
     """
     _refuse(modes, steps, warmup)
     configs = mode_configs(config, modes, mesh.world_size, warmup + steps)
@@ -144,19 +161,28 @@ def train_in_turn(
         stop = loaders.enter_context(StopSignal.installed())
         trainers = []
         for each in configs:
-            loader = loaders.enter_context(build_loader(store, each, mesh, each.max_length(mesh.world_size)))
+            loader = loaders.enter_context(
+                build_loader(store, each, mesh, each.max_length(mesh.world_size))
+            )
             source = each.model_source(store.tokenizer.vocab_size)
             trainers.append(Trainer(each, mesh, source, loader, stop=stop))
         rounds: list[list[MeasuredStep]] = []
         while len(rounds) < warmup + steps and not any(trainer.stopping for trainer in trainers):
             rounds.append([_step(trainer) for trainer in trainers])
             tell(_line(modes, rounds[-1], of=warmup + steps))
-    difference = largest((abs(step["loss"] / row[0]["loss"] - 1) for row in rounds for step in row), default=math.inf)
+    difference = largest(
+        (abs(step["loss"] / row[0]["loss"] - 1) for row in rounds for step in row), default=math.inf
+    )
     measured = rounds[warmup:]
     if not measured:
-        raise UserError(f"stopped after {len(rounds)} steps, {warmup} of them warm-up: nothing was measured")
+        raise UserError(
+            f"stopped after {len(rounds)} steps, {warmup} of them warm-up: nothing was measured"
+        )
     return MeasuredComparison(
-        modes=tuple(MeasuredMode(mode, column) for mode, column in zip(modes, zip(*measured, strict=True), strict=True)),
+        modes=tuple(
+            MeasuredMode(mode, column)
+            for mode, column in zip(modes, zip(*measured, strict=True), strict=True)
+        ),
         ranks=mesh.ranks,
         tokens_per_rank=config.batch.tokens_per_rank,
         warmup=warmup,
@@ -167,7 +193,8 @@ def train_in_turn(
 
 
 def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: int) -> list[Config]:
-    """Returns the settings of every mode, with the same maximum document length, the largest that all modes can hold.
+    """Returns the settings of every mode, with the same maximum document length, the largest that
+    all modes can hold.
 
     Raises ConfigError if a mode cannot hold `data.max_length`, or breaks another rule.
     """
@@ -175,7 +202,11 @@ def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: i
     for mode in modes:
         name, _, degree = mode.partition(":")
         bins = config.context.bins if name == "bins" else None
-        changes = {"context.mode": name, "context.degree": int(degree) if degree else None, "context.bins": bins}
+        changes = {
+            "context.mode": name,
+            "context.degree": int(degree) if degree else None,
+            "context.bins": bins,
+        }
         configs.append(config.changed({**changes, "train.steps": max(config.train.steps, steps)}))
     longest = min(each.max_length(world_size) for each in configs)
     configs = [each.changed({"data.max_length": longest}) for each in configs]
@@ -190,11 +221,18 @@ def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: i
 def _refuse(modes: Sequence[str], steps: int, warmup: int) -> None:
     unknown = [mode for mode in modes if not _MODE.fullmatch(mode)]
     if unknown:
-        raise UserError(f"unknown mode {', '.join(map(repr, unknown))}: choose from auto, bins, static and static:DEGREE")
+        raise UserError(
+            f"unknown mode {', '.join(map(repr, unknown))}: choose from auto, bins, static and "
+            "static:DEGREE"
+        )
     if len(set(modes)) < len(modes) or len(modes) < 2:
-        raise UserError(f"modes are {', '.join(modes)}: give at least two different modes, such as auto,static")
+        raise UserError(
+            f"modes are {', '.join(modes)}: give at least two different modes, such as auto,static"
+        )
     if steps < 1 or warmup < 0:
-        raise UserError(f"steps is {steps} and warmup is {warmup}: steps must be at least 1, warmup at least 0")
+        raise UserError(
+            f"steps is {steps} and warmup is {warmup}: steps must be at least 1, warmup at least 0"
+        )
 
 
 def _step(trainer: Trainer) -> MeasuredStep:
@@ -210,9 +248,11 @@ def _step(trainer: Trainer) -> MeasuredStep:
 
 def _line(modes: Sequence[str], row: Sequence[MeasuredStep], of: int) -> str:
     times = ", ".join(
-        f"{mode} {step['seconds']:.3f} s (predicted {step['predicted_s']:.3f})" for mode, step in zip(modes, row, strict=True)
+        f"{mode} {step['seconds']:.3f} s (predicted {step['predicted_s']:.3f})"
+        for mode, step in zip(modes, row, strict=True)
     )
     step = row[0]
     return (
-        f"step {step['step']}/{of}, {step['documents']} documents, {step['tokens']:,} tokens, loss {step['loss']:.5f}: {times}"
+        f"step {step['step']}/{of}, {step['documents']} documents, {step['tokens']:,} tokens, "
+        f"loss {step['loss']:.5f}: {times}"
     )

@@ -1,9 +1,12 @@
-"""Length mixes: histograms of document lengths in three published corpora, from which comparisons draw steps.
+"""Length mixes: histograms of document lengths in three published corpora, from which comparisons
+draw steps.
 
-`mixes/NAME.csv` has one bin per line: low_inclusive, high_exclusive, documents, tokens (empty where not published). Sources:
-`wikipedia`: one million articles; `wlb_128k`: the 99,519 documents published with DistCA for the mix of WLB-LLM (OSDI 2025,
-128k context); `magi_192k`: the 13.5 million documents of MagiAttention's benchmark (192k context). Lengths are drawn by
-choosing a bin in proportion to its documents, then a length in it log-uniformly, so they match the corpus to a bin's width.
+`mixes/NAME.csv` has one bin per line: low_inclusive, high_exclusive, documents, tokens (empty where
+not published). Sources: `wikipedia`: one million articles; `wlb_128k`: the 99,519 documents
+published with DistCA for the mix of WLB-LLM (OSDI 2025, 128k context); `magi_192k`: the 13.5
+million documents of MagiAttention's benchmark (192k context). Lengths are drawn by choosing a bin
+in proportion to its documents, then a length in it log-uniformly, so they match the corpus to a
+bin's width.
 """
 
 import csv
@@ -22,7 +25,8 @@ LARGEST_SEED = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Mix:
-    """A histogram of document lengths: bin i holds `documents[i]` documents of low[i] ≤ length < high[i] tokens."""
+    """A histogram of document lengths: bin i holds `documents[i]` documents of low[i] ≤ length <
+    high[i] tokens."""
 
     name: str
     low: tuple[int, ...]
@@ -34,17 +38,27 @@ class Mix:
         return self.high[-1] - 1
 
     def draw(self, documents: int, seed: int) -> list[int]:
-        """Draws lengths of `documents` documents; the same for the same seed on every machine. Raises UserError."""
+        """Draws lengths of `documents` documents; the same for the same seed on every machine.
+        Raises UserError."""
         if not 1 <= documents <= MOST_DOCUMENTS:
-            raise UserError(f"documents is {documents}: must be a whole number in 1..{MOST_DOCUMENTS}")
+            raise UserError(
+                f"documents is {documents}: must be a whole number in 1..{MOST_DOCUMENTS}"
+            )
         if not 0 <= seed <= LARGEST_SEED:
             raise UserError(f"seed is {seed}: must be a whole number in 0..{LARGEST_SEED}")
         random = np.random.RandomState(seed)  # NumPy guarantees its streams not to change (NEP 19)
         upto = np.cumsum(self.documents)
-        chosen = np.searchsorted(upto, random.randint(0, int(upto[-1]), documents, dtype=np.int64), side="right")
-        low, high = np.array(self.low, dtype=np.float64)[chosen], np.array(self.high, dtype=np.float64)[chosen]
+        chosen = np.searchsorted(
+            upto, random.randint(0, int(upto[-1]), documents, dtype=np.int64), side="right"
+        )
+        low, high = (
+            np.array(self.low, dtype=np.float64)[chosen],
+            np.array(self.high, dtype=np.float64)[chosen],
+        )
         lengths = np.floor(low * (high / low) ** random.random_sample(documents)).astype(np.int64)
-        result: list[int] = np.clip(lengths, low.astype(np.int64), high.astype(np.int64) - 1).tolist()
+        result: list[int] = np.clip(
+            lengths, low.astype(np.int64), high.astype(np.int64) - 1
+        ).tolist()
         return result
 
 

@@ -1,8 +1,9 @@
-"""Modelled comparison: plans the same documents by auto, bins and static degrees, scored by one cost model.
+"""Modelled comparison: plans the same documents by auto, bins and static degrees, scored by one
+cost model.
 
-A `Case` is one step. `compare_case` plans it with every planner. Speedups are over three static plans: one degree for all
-steps, the smallest or the best, as in trainers without dynamic degrees; and the best degree of every step (`context.mode:
-static`).
+A `Case` is one step. `compare_case` plans it with every planner. Speedups are over three static
+plans: one degree for all steps, the smallest or the best, as in trainers without dynamic degrees;
+and the best degree of every step (`context.mode: static`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from longctx.comparison.baselines import Place, best_single_degree, fixed_degree, plan_fixed_static, plan_placed
+from longctx.comparison.baselines import (
+    Place,
+    best_single_degree,
+    fixed_degree,
+    plan_fixed_static,
+    plan_placed,
+)
 from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
 from longctx.planning.cost.model import NANOSECONDS
@@ -44,9 +51,10 @@ class Case:
     """One step to be planned.
 
     Attributes:
-        longest: tokens of the longest document of the data set, which sets the degree of fixed static; None: of this step.
-        fixed_degree: degree of fixed static, if given explicitly.
-        single_degree: degree with which fixed static takes least time for all steps of a comparison; None: for this step.
+        longest: tokens of the longest document of the data set, which sets the degree of fixed
+        static; None: of this step. fixed_degree: degree of fixed static, if given explicitly.
+        single_degree: degree with which fixed static takes least time for all steps of a
+        comparison; None: for this step.
     """
 
     lengths: tuple[int, ...]
@@ -62,23 +70,25 @@ class Case:
 class PlannerRow:
     """The plan of one step by one planner.
 
-    Times are in seconds, shares are fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1).
-    `note` is empty, or the reason why there is no plan; all values of the plan are None then.
+    Times are in seconds, shares are fractions of all ranks' time in the step (work, exchange, idle
+    and fixed add up to 1). `note` is empty, or the reason why there is no plan; all values of the
+    plan are None then.
 
     Attributes:
-        speedup_over_fixed: time of the fixed static plan / time of this plan; None without a fixed static plan.
-        speedup_over_single: time of fixed static at the best single degree / time of this plan.
-        speedup_over_best_static: time of the best static plan of the step, over all degrees / time of this plan.
-        no_barrier_s: time if ranks synchronized only at the end of the step. Exact for fixed static, whose groups never change,
+        speedup_over_fixed: time of the fixed static plan / time of this plan; None without a fixed
+        static plan. speedup_over_single: time of fixed static at the best single degree / time of
+        this plan. speedup_over_best_static: time of the best static plan of the step, over all
+        degrees / time of this plan. no_barrier_s: time if ranks synchronized only at the end of the
+        step. Exact for fixed static, whose groups never change,
             where no micro-batch gathers or reduces weights; for other plans a lower bound.
-        tight_bound_s: tight lower bound on the time of any plan of these documents; at least `lower_bound_s`.
-        unavoidable_gap: `tight_bound_s` relative to `lower_bound_s`: the part of `gap` that no plan can avoid.
-        exchange_share: waiting for K and V.
-        idle_share: waiting for the slowest rank of the micro-batch.
-        fixed_share: launches of micro-batches, and the optimizer.
-        padding_share: unused token budget, as a share of micro-batches × ranks × tokens per rank. Nothing is padded.
-        most_tokens: maximum tokens per rank in a micro-batch.
-        remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with one exchange round.
+        tight_bound_s: tight lower bound on the time of any plan of these documents; at least
+        `lower_bound_s`. unavoidable_gap: `tight_bound_s` relative to `lower_bound_s`: the part of
+        `gap` that no plan can avoid. exchange_share: waiting for K and V. idle_share: waiting for
+        the slowest rank of the micro-batch. fixed_share: launches of micro-batches, and the
+        optimizer. padding_share: unused token budget, as a share of micro-batches × ranks × tokens
+        per rank. Nothing is padded. most_tokens: maximum tokens per rank in a micro-batch.
+        remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with
+        one exchange round.
     """
 
     seed: int
@@ -121,10 +131,14 @@ def compare_case(
 ) -> list[PlannerRow]:
     """Plans one step with the given planners; returns their rows.
 
-    If a planner has no plan, the note of its row gives the reason. `places` are the planners that only assign documents.
-    Raises PlanError if no degree holds the documents.
+    If a planner has no plan, the note of its row gives the reason. `places` are the planners that
+    only assign documents. Raises PlanError if no degree holds the documents.
     """
-    request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
+    request: dict[str, Any] = {
+        "ranks": case.ranks,
+        "tokens_per_rank": case.tokens_per_rank,
+        "profile": profile,
+    }
     plans = {"auto": make_plan(case.lengths, **request)}
     tight_s = tight_bound_s(plans["auto"])
     notes: dict[str, str] = {}
@@ -133,12 +147,16 @@ def compare_case(
             if planner in places:
                 plans[planner] = plan_placed(planner, places[planner], case.lengths, **request)
             elif planner in ("fixed-static", "single-degree"):
-                plans[planner] = plan_fixed_static(case.lengths, **request, degree=_degree(planner, case, profile))
+                plans[planner] = plan_fixed_static(
+                    case.lengths, **request, degree=_degree(planner, case, profile)
+                )
             elif planner not in plans:
                 plans[planner] = make_plan(case.lengths, **request, mode=planner)
         except PlanError as error:
             notes[planner] = str(error)
-    baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
+    baseline_s = {
+        speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans
+    }
     return [
         PlannerRow(
             seed=case.seed,
@@ -156,16 +174,20 @@ def compare_case(
 
 
 def _degree(planner: str, case: Case, profile: HardwareProfile) -> int:
-    """Returns the degree of fixed static, or the best single one. Raises PlanError if no degree holds the documents."""
+    """Returns the degree of fixed static, or the best single one. Raises PlanError if no degree
+    holds the documents."""
     longest = case.longest or max(case.lengths)
     if planner == "fixed-static":
         return case.fixed_degree or fixed_degree(longest, case.ranks, case.tokens_per_rank)
     steps = [case.lengths]
-    return case.single_degree or best_single_degree(steps, longest, case.ranks, case.tokens_per_rank, profile)
+    return case.single_degree or best_single_degree(
+        steps, longest, case.ranks, case.tokens_per_rank, profile
+    )
 
 
 def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float) -> dict[str, Any]:
-    """Returns the values of a plan's row. `baseline_s`: seconds of the baseline of every speedup, by its name."""
+    """Returns the values of a plan's row. `baseline_s`: seconds of the baseline of every speedup,
+    by its name."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
     times = plan_score(plan)
@@ -175,7 +197,9 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float) -> dic
     fixed_ns = times.step_ns + len(times.time) * times.launch_ns
     fixed = fixed_ns / makespan
     shape = (len(plan.micro_batches), ranks)
-    local, remote = (int(held(lengths, assignment, shape).max()) for held in (tokens_on_ranks, remote_tokens))
+    local, remote = (
+        int(held(lengths, assignment, shape).max()) for held in (tokens_on_ranks, remote_tokens)
+    )
     return {
         "winner": plan.winner,
         "makespan_s": plan.makespan_s,
@@ -198,7 +222,8 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float) -> dic
 
 
 def mean_rows(rows: Sequence[PlannerRow]) -> list[PlannerRow]:
-    """Returns one row per number of ranks and planner, of all seeds, as MEANS says; the most frequent `winner`.
+    """Returns one row per number of ranks and planner, of all seeds, as MEANS says; the most
+    frequent `winner`.
 
     A planner that failed for some seed has no values, and the first of its notes.
     """
@@ -233,9 +258,11 @@ def _mean(rows: list[PlannerRow]) -> PlannerRow:
 
 
 def most_speedup(rows: Sequence[PlannerRow], speedup: str) -> float | None:
-    """Returns the upper bound on `speedup` of any plan of these documents, from auto's speedup and the tight bound.
+    """Returns the upper bound on `speedup` of any plan of these documents, from auto's speedup and
+    the tight bound.
 
-    Computed relative to auto, so that for means over steps (geometric for speedups) the bound is never below auto's speedup.
+    Computed relative to auto, so that for means over steps (geometric for speedups) the bound is
+    never below auto's speedup.
     """
     auto = next(row for row in rows if row.planner == "auto")
     reached = getattr(auto, speedup)
@@ -245,14 +272,17 @@ def most_speedup(rows: Sequence[PlannerRow], speedup: str) -> float | None:
 
 
 def over_fixed_without_barriers(rows: Sequence[PlannerRow]) -> float | None:
-    """Returns the speedup of auto over fixed static without barriers between the micro-batches of fixed static."""
+    """Returns the speedup of auto over fixed static without barriers between the micro-batches of
+    fixed static."""
     by = {row.planner: row for row in rows}
     speedup, fixed = by["auto"].speedup_over_fixed, by["fixed-static"]
     if speedup is None or fixed.no_barrier_s is None or fixed.makespan_s is None:
         return None
-    return speedup * fixed.no_barrier_s / fixed.makespan_s  # scales the headline, which is a geometric mean over steps
+    # Scales the headline, which is a geometric mean over steps.
+    return speedup * fixed.no_barrier_s / fixed.makespan_s
 
 
 def degree_of(row: PlannerRow) -> str:
-    """Returns the degree of a static plan as text, `8` for `static:8`; empty for plans with several degrees."""
+    """Returns the degree of a static plan as text, `8` for `static:8`; empty for plans with several
+    degrees."""
     return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""

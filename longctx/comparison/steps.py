@@ -1,7 +1,8 @@
 """Steps of a comparison: documents from a length mix, a file or a store, for every number of ranks.
 
-Steps from a file are drawn as training draws from a store, because a whole file is no realistic step. Documents longer than all
-ranks can hold are split, dropped or refused by the sampler of training, and reported.
+Steps from a file are drawn as training draws from a store, because a whole file is no realistic
+step. Documents longer than all ranks can hold are split, dropped or refused by the sampler of
+training, and reported.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +38,10 @@ class LengthSource:
     """A source of document lengths.
 
     Attributes:
-        draw: function from number of ranks and maximum document length to steps.
-        longest: tokens of the longest document that steps can be drawn from, whether or not it is drawn. A run must hold it.
-        data_set: lengths of all documents that steps are drawn from; None for a mix, of which only a histogram is known.
+        draw: function from number of ranks and maximum document length to steps. longest: tokens of
+        the longest document that steps can be drawn from, whether or not it is drawn. A run must
+        hold it. data_set: lengths of all documents that steps are drawn from; None for a mix, of
+        which only a histogram is known.
     """
 
     words: str
@@ -49,27 +51,42 @@ class LengthSource:
     data_set: NDArray[np.int64] | None = None
 
     def longest_kept(self, most: int, long_documents: str) -> int:
-        """Returns tokens of the longest document that is left if those of more than `most` are split or dropped."""
+        """Returns tokens of the longest document that is left if those of more than `most` are
+        split or dropped."""
         if long_documents == "drop" and self.data_set is not None:
             return int(self.data_set[self.data_set <= most].max())
         return min(self.longest, most)
 
 
-def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: int, steps: int) -> LengthSource:
-    """Returns steps of `documents` documents drawn from a length mix (None: `documents_per_rank` × ranks)."""
+def mix_source(
+    name: str, documents: int | None, documents_per_rank: int, seed: int, steps: int
+) -> LengthSource:
+    """Returns steps of `documents` documents drawn from a length mix (None: `documents_per_rank` ×
+    ranks)."""
     mix = load_mix(name)
 
     def draw(ranks: int, _: int) -> Drawn:
         count = documents_per_rank * ranks if documents is None else documents
         return Drawn([mix.draw(count, seed + i) for i in range(steps)])
 
-    return LengthSource(f"{_steps(steps)} of documents drawn from the length mix {name}, seed {seed}", draw, mix.longest, seed)
+    return LengthSource(
+        f"{_steps(steps)} of documents drawn from the length mix {name}, seed {seed}",
+        draw,
+        mix.longest,
+        seed,
+    )
 
 
 def file_source(
-    lengths: Sequence[int], name: str, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str
+    lengths: Sequence[int],
+    name: str,
+    global_tokens: Callable[[int], int],
+    seed: int,
+    steps: int,
+    long_documents: str,
 ) -> LengthSource:
-    """Returns steps of `global_tokens(ranks)` tokens, drawn from the lengths as training draws from a store.
+    """Returns steps of `global_tokens(ranks)` tokens, drawn from the lengths as training draws from
+    a store.
 
     If all documents have fewer tokens, they are one step.
     """
@@ -87,7 +104,9 @@ def file_source(
     return LengthSource(words, draw, max(lengths), seed, np.array(lengths))
 
 
-def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str) -> LengthSource:
+def store_source(
+    path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str
+) -> LengthSource:
     store = Store.open(path)
 
     def draw(ranks: int, longest: int) -> Drawn:
@@ -100,7 +119,10 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
         )
         return Drawn(first_lengths(sampler, steps))
 
-    words = f"the first {'step' if steps == 1 else _steps(steps)} of {path}, a store of {len(store):,} documents, seed {seed}"
+    words = (
+        f"the first {'step' if steps == 1 else _steps(steps)} of {path}, a store of "
+        f"{len(store):,} documents, seed {seed}"
+    )
     return LengthSource(words, draw, int(store.lengths.max()), seed, store.lengths)
 
 
@@ -117,13 +139,20 @@ def _steps(count: int) -> str:
 
 
 def fit(lengths: Sequence[int], longest: int, long_documents: str = "split") -> tuple[int, ...]:
-    """Splits or drops documents of more than `longest` tokens, as training does; `error` leaves them, for `check_lengths`.
+    """Splits or drops documents of more than `longest` tokens, as training does; `error` leaves
+    them, for `check_lengths`.
 
     Raises SamplerError if none is left.
     """
     if long_documents == "error":
         return tuple(lengths)
-    sampler = Sampler(np.array(lengths), global_tokens=1, seed=0, max_length=longest, long_documents=long_documents)
+    sampler = Sampler(
+        np.array(lengths),
+        global_tokens=1,
+        seed=0,
+        max_length=longest,
+        long_documents=long_documents,
+    )
     return tuple(piece.length for piece in sampler.in_order())
 
 
@@ -138,8 +167,9 @@ def make_cases(
 ) -> tuple[list[Case], list[str]]:
     """Returns the steps for every number of ranks, and remarks on documents that are too long.
 
-    Numbers of ranks that cannot hold the documents, or not at `fixed_degree`, are skipped with a remark, or with
-    `all_must_fit` refused. Raises UserError for a refused number of ranks, or if all are skipped.
+    Numbers of ranks that cannot hold the documents, or not at `fixed_degree`, are skipped with a
+    remark, or with `all_must_fit` refused. Raises UserError for a refused number of ranks, or if
+    all are skipped.
     """
     cases: list[Case] = []
     words: list[str] = []
@@ -147,7 +177,9 @@ def make_cases(
     for n in ranks:
         check_settings(n, tokens_per_rank, "auto", None, None, None)
         try:
-            steps, remarks = _cases(source, n, tokens_per_rank, profile, long_documents, fixed_degree)
+            steps, remarks = _cases(
+                source, n, tokens_per_rank, profile, long_documents, fixed_degree
+            )
         except (PlanError, SamplerError) as error:
             if all_must_fit:
                 raise
@@ -171,7 +203,11 @@ def _cases(
 ) -> tuple[list[Case], list[str]]:
     """Returns the steps for one number of ranks, and remarks on them."""
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
-    if long_documents == "error" and source.data_set is not None and int(source.data_set.max()) > longest:
+    if (
+        long_documents == "error"
+        and source.data_set is not None
+        and int(source.data_set.max()) > longest
+    ):
         try:
             check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)
         except PlanError as error:
@@ -194,5 +230,7 @@ def _cases(
     data_set = np.concatenate(drawn) if source.data_set is None else source.data_set
     if long := int((data_set > longest).sum()):
         done = {"split": "split", "drop": "dropped"}[long_documents]
-        words.append(f"{long} documents longer than {longest:,} tokens, the maximum of {ranks} ranks, {done}")
+        words.append(
+            f"{long} documents longer than {longest:,} tokens, the maximum of {ranks} ranks, {done}"
+        )
     return cases, words

@@ -1,7 +1,8 @@
-"""Settings of a run: typed sections with defaults, read from a YAML file and dotted overrides, and checked before use.
+"""Settings of a run: typed sections with defaults, read from a YAML file and dotted overrides, and
+checked before use.
 
-`settings` declares the sections, `run` combines them, `reading` loads them, `combinations` and `rules` check
-constraints across settings, `describe` writes the help.
+`settings` declares the sections, `run` combines them, `reading` loads them, `combinations` and
+`rules` check constraints across settings, `describe` writes the help.
 """
 
 from longctx.config.describe import describe, overview

@@ -1,7 +1,9 @@
-"""What does not go with what: a table of rows, from which problems, their ways out and a table of the guide follow.
+"""What does not go with what: a table of rows, from which problems, their ways out and a table of
+the guide follow.
 
-A condition is text: `SETTING is VALUE`, `SETTING is not VALUE` or `SETTING > NUMBER`; several are joined by `and`. Besides
-settings, conditions name facts of the model (`FACTS`), which for a checkpoint are those of its files. A way out is an override.
+A condition is text: `SETTING is VALUE`, `SETTING is not VALUE` or `SETTING > NUMBER`; several are
+joined by `and`. Besides settings, conditions name facts of the model (`FACTS`), which for a
+checkpoint are those of its files. A way out is an override.
 """
 
 import re
@@ -66,7 +68,8 @@ class Row:
         return ", or ".join(texts)
 
     def problem(self, config: Config, spec: ModelSpec | None) -> Problem | None:
-        """Returns the problem if the settings have it. Without `spec`, nothing is known of the model."""
+        """Returns the problem if the settings have it. Without `spec`, nothing is known of the
+        model."""
         values = {}
         for condition in _conditions(self.refused) + _conditions(self.where.condition):
             name = condition.name
@@ -110,11 +113,17 @@ FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
     "the bias of the router": (  # which no family of checkpoints that the native decoder runs has
         "model.router_bias",
-        lambda config, spec: config.model.from_pretrained is None and config.model.sizes().router_bias,
+        lambda config, spec: (
+            config.model.from_pretrained is None and config.model.sizes().router_bias
+        ),
     ),
-    "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.scan for layer in spec.layers)),
+    "linear attention": (
+        "model.from_pretrained",
+        lambda config, spec: any(layer.scan for layer in spec.layers),
+    ),
 }
-"""What conditions say of the model, by name: the setting that may decide on it, and the function that tells it."""
+"""What conditions say of the model, by name: the setting that may decide on it, and the function
+that tells it."""
 
 NEW_MODEL = Where("model.from_pretrained is null", (f"model.from_pretrained={A_CHECKPOINT}",))
 CHECKPOINT = Where("model.from_pretrained is not null", ("model.from_pretrained=null",))
@@ -124,16 +133,29 @@ TENSOR = Where("parallel.tensor_parallel_size > 1", ("parallel.tensor_parallel_s
 PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_parallel_size=1",))
 EXPERTS = Where("the number of experts > 0")
 NO_EXPERTS = Where("the number of experts is 0")
-NEW_WITHOUT_EXPERTS = Where("the number of experts is 0 and model.from_pretrained is null", ("model.num_experts=8",))
+NEW_WITHOUT_EXPERTS = Where(
+    "the number of experts is 0 and model.from_pretrained is null", ("model.num_experts=8",)
+)
 SPLIT = ("parallel.tensor_parallel_size > 1", "parallel.pipeline_parallel_size > 1")
 BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
 
 
 def _rows() -> Iterator[Row]:
-    """Yields all rows, by what conflicts: rows of one section may be in several of these functions."""
-    yield Row("model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code")
-    yield Row("model.new_tokens is not null", NEW_MODEL, "a new model has all entries of the data's tokenizer")
-    yield Row("model.new_tokens is not null", LORA, "the embedding is frozen, and the adapters could not carry its new rows")
+    """Yields all rows, by what conflicts: rows of one section may be in several of these
+    functions."""
+    yield Row(
+        "model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code"
+    )
+    yield Row(
+        "model.new_tokens is not null",
+        NEW_MODEL,
+        "a new model has all entries of the data's tokenizer",
+    )
+    yield Row(
+        "model.new_tokens is not null",
+        LORA,
+        "the embedding is frozen, and the adapters could not carry its new rows",
+    )
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _lora()
@@ -148,65 +170,134 @@ def _lora() -> Iterator[Row]:
     for setting in ("alpha is not null", "target_modules is not all-linear"):
         yield Row(f"lora.{setting}", NO_LORA, "it has no effect without LoRA")
     yield Row("lora.base is not null", NO_LORA, "weights that are trained cannot be quantized")
-    yield Row("lora.rank is not null", NEW_MODEL, "adapters are trained on the weights of a checkpoint")
+    yield Row(
+        "lora.rank is not null", NEW_MODEL, "adapters are trained on the weights of a checkpoint"
+    )
     yield Row("model.implementation is native", LORA, "the native decoder has no adapters")
     for setting in SPLIT:
-        yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
+        yield Row(
+            setting,
+            LORA,
+            "the frozen weights of LoRA are sharded over all ranks and have no gradients",
+        )
 
 
 def _data() -> Iterator[Row]:
     several = Where("data.stores is null", ("data.stores=[{path: stores/a, weight: 1}]",))
     yield Row("data.store is null", several, "a run needs documents", A_STORE)
-    yield Row("data.stores is not null", Where("data.store is not null", ("data.store=null",)), "only one of them is read")
-    no_documents = Where("eval.store is null and data.held_out is 0", ("data.held_out=0.01", f"eval.store={A_STORE}"))
+    yield Row(
+        "data.stores is not null",
+        Where("data.store is not null", ("data.store=null",)),
+        "only one of them is read",
+    )
+    no_documents = Where(
+        "eval.store is null and data.held_out is 0", ("data.held_out=0.01", f"eval.store={A_STORE}")
+    )
     yield Row("eval.every is not null", no_documents, "there are no documents to validate on")
     other_store = Where("eval.store is not null", ("eval.store=null",))
-    yield Row("data.held_out > 0", other_store, "validation uses eval.store, and held-out documents would never be used")
+    yield Row(
+        "data.held_out > 0",
+        other_store,
+        "validation uses eval.store, and held-out documents would never be used",
+    )
     mix = Where("data.stores is not null", ("data.stores=null",))
-    yield Row("train.epochs is not null", mix, "stores of a mix have epochs of their own, so that steps must be set")
+    yield Row(
+        "train.epochs is not null",
+        mix,
+        "stores of a mix have epochs of their own, so that steps must be set",
+    )
     epochs = Where("train.epochs is not null", ("train.epochs=null",))
     yield Row("train.steps is not 100", epochs, "epochs give the number of steps")
     no_checkpoints = Where("checkpoint.every is null", ("checkpoint.every=100",))
     yield Row("checkpoint.export is not null", no_checkpoints, "the last checkpoint is exported")
     yield Row("checkpoint.best is true", no_checkpoints, "the best checkpoint is one of these")
     no_validation = Where("eval.every is null", ("eval.every=100",))
-    yield Row("checkpoint.best is true", no_validation, "the best checkpoint is told by the validation loss")
+    yield Row(
+        "checkpoint.best is true",
+        no_validation,
+        "the best checkpoint is told by the validation loss",
+    )
     yield from _merging()
 
 
 def _merging() -> Iterator[Row]:
     merged = "data.merge_prefixes is true"
-    by_default = "balance.bias_rate is null and the bias of the router is true and model.from_pretrained is null"
-    for condition, name in [*((f"{name} > 0", name) for name in BALANCE), (by_default, "balance.bias_rate")]:
-        yield Row(merged, Where(condition, (f"{name}=0.0",)), "it goes by the tokens of every document")
+    by_default = (
+        "balance.bias_rate is null and the bias of the router is true and "
+        "model.from_pretrained is null"
+    )
+    for condition, name in [
+        *((f"{name} > 0", name) for name in BALANCE),
+        (by_default, "balance.bias_rate"),
+    ]:
+        yield Row(
+            merged, Where(condition, (f"{name}=0.0",)), "it goes by the tokens of every document"
+        )
 
 
 def _parallelism() -> Iterator[Row]:
     not_static = Where("context.mode is not static", ("context.mode=static",))
     yield Row("context.degree is not null", not_static, "only mode static takes a degree")
     yield Row(
-        "context.bins is not null", Where("context.mode is not bins", ("context.mode=bins",)), "only mode bins takes a table"
+        "context.bins is not null",
+        Where("context.mode is not bins", ("context.mode=bins",)),
+        "only mode bins takes a table",
     )
     yield Row("context.kernel is cpu", Where("train.device is cuda"), "this kernel runs on a CPU")
     yield Row("context.kernel is flash", Where("train.device is cpu"), "this kernel runs on GPUs")
-    yield Row("parallel.reduce_after is micro_batch", PIPELINE, "a pipeline reduces gradients once per step")
-    yield Row("train.compile is true", TENSOR, "torch.compile cannot trace it with a varying number of tokens")
-    yield Row("train.mlp_tile_tokens is not null", TENSOR, "the output of the whole MLP is scattered over its ranks")
+    yield Row(
+        "parallel.reduce_after is micro_batch",
+        PIPELINE,
+        "a pipeline reduces gradients once per step",
+    )
+    yield Row(
+        "train.compile is true",
+        TENSOR,
+        "torch.compile cannot trace it with a varying number of tokens",
+    )
+    yield Row(
+        "train.mlp_tile_tokens is not null",
+        TENSOR,
+        "the output of the whole MLP is scattered over its ranks",
+    )
 
 
 def _experts() -> Iterator[Row]:
     yield Row("parallel.expert_parallel_size > 1", NO_EXPERTS, "the model has no experts")
     for name in sorted(EXPERT_OPTIONS):
-        yield Row(f"model.{name} is not null", NEW_WITHOUT_EXPERTS, "it has no effect without experts")
-    whole = Where("parallel.expert_parallel_size is 1 and parallel.tensor_parallel_size is 1 and the number of experts > 0")
-    yield Row("parallel.expert_max_load is not 2.0", whole, "it has no effect, as experts are not split over ranks")
-    yield Row("train.float8 is not null", EXPERTS, "float8 is not supported for mixtures of experts")
+        yield Row(
+            f"model.{name} is not null", NEW_WITHOUT_EXPERTS, "it has no effect without experts"
+        )
+    whole = Where(
+        "parallel.expert_parallel_size is 1 and parallel.tensor_parallel_size is 1 and the number "
+        "of experts > 0"
+    )
+    yield Row(
+        "parallel.expert_max_load is not 2.0",
+        whole,
+        "it has no effect, as experts are not split over ranks",
+    )
+    yield Row(
+        "train.float8 is not null", EXPERTS, "float8 is not supported for mixtures of experts"
+    )
     yield Row("train.compile is true", EXPERTS, "numbers of rows of experts depend on data")
     for name in BALANCE:
-        yield Row(f"{name} > 0", NO_EXPERTS, "only experts of the native decoder are balanced (model.implementation native)")
-    no_bias = "the bias of the router is false and the number of experts > 0 and model.from_pretrained is"
-    yield Row("balance.bias_rate > 0", Where(f"{no_bias} null", ("model.router_bias=true",)), "the router has no bias to move")
-    yield Row("balance.bias_rate > 0", Where(f"{no_bias} not null"), "the router has no bias to move")
+        yield Row(
+            f"{name} > 0",
+            NO_EXPERTS,
+            "only experts of the native decoder are balanced (model.implementation native)",
+        )
+    no_bias = (
+        "the bias of the router is false and the number of experts > 0 and model.from_pretrained is"
+    )
+    yield Row(
+        "balance.bias_rate > 0",
+        Where(f"{no_bias} null", ("model.router_bias=true",)),
+        "the router has no bias to move",
+    )
+    yield Row(
+        "balance.bias_rate > 0", Where(f"{no_bias} not null"), "the router has no bias to move"
+    )
 
 
 def _optimizers() -> Iterator[Row]:
@@ -221,13 +312,25 @@ def _optimizers() -> Iterator[Row]:
 
 
 def _train() -> Iterator[Row]:
-    yield Row("train.compile is true", Where("linear attention is true"), "chunks and messages differ between micro-batches")
+    yield Row(
+        "train.compile is true",
+        Where("linear attention is true"),
+        "chunks and messages differ between micro-batches",
+    )
     float32 = Where("train.dtype is float32", ("train.dtype=bfloat16",))
-    yield Row("train.float8 is not null", float32, "everything but the linear layers must be in bfloat16")
-    yield Row("train.float8 is not null", TENSOR, "each rank would scale its part of a tensor differently")
+    yield Row(
+        "train.float8 is not null", float32, "everything but the linear layers must be in bfloat16"
+    )
+    yield Row(
+        "train.float8 is not null", TENSOR, "each rank would scale its part of a tensor differently"
+    )
     yield Row("train.float8 is not null", LORA, "base weights are frozen")
     whole_blocks = Where("train.recompute is none", ("train.recompute=selective",))
-    yield Row("train.offload_activations is true", whole_blocks, "only inputs of recomputed blocks are offloaded")
+    yield Row(
+        "train.offload_activations is true",
+        whole_blocks,
+        "only inputs of recomputed blocks are offloaded",
+    )
 
 
 ROWS = tuple(_rows())

@@ -1,4 +1,5 @@
-"""The text of settings, which `longctx config` prints, and the list of their sections, for the help of commands."""
+"""The text of settings, which `longctx config` prints, and the list of their sections, for the help
+of commands."""
 
 import textwrap
 from collections.abc import Iterable
@@ -27,7 +28,8 @@ def overview() -> str:
 
 
 def describe(names: Iterable[str] = SECTIONS) -> str:
-    """Returns the help text of the settings of sections, and of settings by name: dotted name, type, description, default."""
+    """Returns the help text of the settings of sections, and of settings by name: dotted name,
+    type, description, default."""
     lines = [f"{_HEAD}:"]
     for name in names:
         section, _, only = name.partition(".")
@@ -41,7 +43,8 @@ def describe(names: Iterable[str] = SECTIONS) -> str:
 
 
 def _with_default(description: str, default: Any) -> str:
-    """Appends the default of a setting. If that is null, whose meaning ends the description, both become one remark."""
+    """Appends the default of a setting. If that is null, whose meaning ends the description, both
+    become one remark."""
     text, null, meaning = description.rpartition(" (null: ")
     if default is None and null and meaning.endswith(")"):
         return f"{text} (default: null, {meaning}"
@@ -50,15 +53,20 @@ def _with_default(description: str, default: Any) -> str:
 
 def _wrapped(text: str, spaces: int = _INDENT) -> list[str]:
     indent = " " * spaces
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def type_name(annotation: Any) -> str:
-    """Returns a type as the help shows it: `int`, `split|drop|error`, `{int: int}`, `[float, float]`, `[text, ..]`."""
+    """Returns a type as the help shows it: `int`, `split|drop|error`, `{int: int}`, `[float,
+    float]`, `[text, ..]`."""
     if get_origin(annotation) is Annotated:
         return type_name(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return "|".join("null" if choice is NoneType else type_name(choice) for choice in get_args(annotation))
+        return "|".join(
+            "null" if choice is NoneType else type_name(choice) for choice in get_args(annotation)
+        )
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     if get_origin(annotation) is list:
@@ -69,4 +77,6 @@ def type_name(annotation: Any) -> str:
         return "[" + ", ".join(map(type_name, get_args(annotation))) + "]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{" + ", ".join(annotation.model_fields) + "}"
-    return {bool: "true|false", Path: "path", str: "text"}.get(annotation) or str(annotation.__name__)
+    return {bool: "true|false", Path: "path", str: "text"}.get(annotation) or str(
+        annotation.__name__
+    )

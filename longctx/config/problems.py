@@ -1,4 +1,5 @@
-"""Problems of a configuration, each with key, value, rule and fix, and the error that reports all of them."""
+"""Problems of a configuration, each with key, value, rule and fix, and the error that reports all
+of them."""
 
 import math
 from bisect import bisect_right
@@ -15,7 +16,8 @@ from longctx.errors import LONGEST_MESSAGE, UserError, shortened
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule. `key` is the setting at fault; `others` are the settings that the rule compares it with."""
+    """One broken rule. `key` is the setting at fault; `others` are the settings that the rule
+    compares it with."""
 
     key: str
     value: object
@@ -25,7 +27,10 @@ class Problem:
 
     def __str__(self) -> str:
         key, value = shortened(self.key, 100), shortened(yaml_text(self.value), 200)
-        return f"  {key} = {value}\n      rule: {shortened(self.rule, 800)}\n      fix:  {shortened(self.fix, 800)}"
+        return (
+            f"  {key} = {value}\n      rule: {shortened(self.rule, 800)}\n      fix:  "
+            f"{shortened(self.fix, 800)}"
+        )
 
 
 def plain(value: object) -> object:
@@ -42,25 +47,35 @@ def plain(value: object) -> object:
 def yaml_text(value: object) -> str:
     """Returns a value as YAML on one line; Python's text of a value that YAML does not have."""
     try:
-        text: str = yaml.safe_dump(plain(value), default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+        text: str = yaml.safe_dump(
+            plain(value),
+            default_flow_style=True,
+            sort_keys=False,
+            width=math.inf,
+            allow_unicode=True,
+        )
     except (yaml.YAMLError, ValueError):
         return repr(type(value)) if isinstance(value, int) else repr(value)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 class ConfigError(UserError):
-    """An invalid configuration. `problems` lists every broken rule; it is empty if the file could not be read."""
+    """An invalid configuration. `problems` lists every broken rule; it is empty if the file could
+    not be read."""
 
     def __init__(self, summary: str, problems: Sequence[Problem] = ()) -> None:
         lines = [shortened(summary, 800), *map(str, problems)]
         size = list(accumulate(len(line) + 1 for line in lines))
         shown = max(2, bisect_right(size, LONGEST_MESSAGE - 100))
-        left_out = [f"  .. and {len(lines) - shown} more: correct these first"] * (len(lines) > shown)
+        left_out = [f"  .. and {len(lines) - shown} more: correct these first"] * (
+            len(lines) > shown
+        )
         super().__init__("\n".join([*lines[:shown], *left_out]))
         self.problems = tuple(problems)
 
     @classmethod
     def of(cls, problems: Sequence[Problem], source: str) -> "ConfigError":
-        """Makes the error for problems found in `source`, such as `run.yaml and the command line`."""
+        """Makes the error for problems found in `source`, such as `run.yaml and the command
+        line`."""
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         return cls(f"{count} in {source}:", problems)

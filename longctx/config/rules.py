@@ -1,4 +1,5 @@
-"""Rules that compute, on packages, files, numbers and the model. `combinations` has the settings that do not go together."""
+"""Rules that compute, on packages, files, numbers and the model. `combinations` has the settings
+that do not go together."""
 
 import importlib.util
 import math
@@ -24,11 +25,14 @@ def check(config: Config, *, world_size: int) -> None:
     """Raises ConfigError with all problems of the settings on `world_size` processes."""
     problems = broken_rules(config, world_size)
     if problems:
-        raise ConfigError.of(problems, f"the configuration for {world_size} process{'es' * (world_size > 1)}")
+        raise ConfigError.of(
+            problems, f"the configuration for {world_size} process{'es' * (world_size > 1)}"
+        )
 
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
-    """Returns all problems; with `world_size` None only those that do not depend on the number of processes."""
+    """Returns all problems; with `world_size` None only those that do not depend on the number of
+    processes."""
     spec: ModelSpec | None = None
     problems: list[Problem] = []
     try:
@@ -54,15 +58,31 @@ def _model(config: Config, error: UserError) -> Iterator[Problem]:
     elif isinstance(error, RopeError):
         fix = "correct the RoPE settings, or omit them to keep the checkpoint's RoPE"
         yield Problem(
-            f"model.{model.changed_rope[0][0]}", model.changed_rope[0][1], str(error), fix, ("model.from_pretrained",)
+            f"model.{model.changed_rope[0][0]}",
+            model.changed_rope[0][1],
+            str(error),
+            fix,
+            ("model.from_pretrained",),
         )
     elif isinstance(error, QuantizationError):
         yield Problem("lora.base", lora.base, str(error), "omit it", ("model.from_pretrained",))
     elif not isinstance(error, LoraError):
-        yield Problem("model.from_pretrained", model.from_pretrained, str(error), _without(config), ("model.implementation",))
+        yield Problem(
+            "model.from_pretrained",
+            model.from_pretrained,
+            str(error),
+            _without(config),
+            ("model.implementation",),
+        )
     elif _installed("peft"):  # `_missing` says that it is not
         fix = f"name some of these layers, or omit it for {ALL_LINEAR}"
-        yield Problem("lora.target_modules", lora.target_modules, str(error), fix, ("lora.rank", "model.from_pretrained"))
+        yield Problem(
+            "lora.target_modules",
+            lora.target_modules,
+            str(error),
+            fix,
+            ("lora.rank", "model.from_pretrained"),
+        )
 
 
 def _without(config: Config) -> str:
@@ -71,9 +91,12 @@ def _without(config: Config) -> str:
     if not (run / "checkpoints").is_dir():
         return "do as the rule says, or choose another checkpoint"
     if config.lora.rank is not None:
-        return f"restore it: the checkpoints of {run} contain only the adapters, not the base weights"
+        return (
+            f"restore it: the checkpoints of {run} contain only the adapters, not the base weights"
+        )
     return (
-        f"restore it, or use the weights in the checkpoints of {run}: longctx export {shell(run)} OUT, then "
+        f"restore it, or use the weights in the checkpoints of {run}: longctx export {shell(run)} "
+        "OUT, then "
         "--model.from_pretrained OUT without RoPE settings"
     )
 
@@ -84,7 +107,12 @@ def _missing(config: Config) -> Iterator[Problem]:
         ("lora.rank", config.lora.rank, "peft", "huggingface"),
         ("lora.base", config.lora.base, "torchao", "gpu"),
         ("train.float8", config.train.float8, "torchao", "gpu"),
-        ("optimizer.name", "adamw-8bit" if config.optimizer.name == "adamw-8bit" else None, "torchao", "gpu"),
+        (
+            "optimizer.name",
+            "adamw-8bit" if config.optimizer.name == "adamw-8bit" else None,
+            "torchao",
+            "gpu",
+        ),
     ):
         if value is not None and not _installed(package):
             rule = f"this setting needs {package}, which is not installed"
@@ -101,13 +129,20 @@ def _stores(config: Config) -> Iterator[Problem]:
     if stores is None:
         return
     if not stores:
-        yield Problem("data.stores", stores, "must not be empty", "write [{path: FOLDER, weight: 1}], or use data.store")
+        yield Problem(
+            "data.stores",
+            stores,
+            "must not be empty",
+            "write [{path: FOLDER, weight: 1}], or use data.store",
+        )
     if any((each.weight is None) == (each.epochs is None) for each in stores):
         fix = "write {path: FOLDER, weight: SHARE}, or {path: FOLDER, epochs: PASSES}"
         yield Problem("data.stores", stores, "each store needs either weight or epochs", fix)
     elif len({each.weight is None for each in stores}) > 1:
         rule = "stores with weight and stores with epochs cannot be mixed"
-        yield Problem("data.stores", stores, rule, "use weight for all stores, or epochs for all stores")
+        yield Problem(
+            "data.stores", stores, rule, "use weight for all stores, or epochs for all stores"
+        )
     if len({each.path.resolve() for each in stores}) < len(stores):
         fix = "list it once, with the sum of its weights or epochs"
         yield Problem("data.stores", stores, "a store must not be listed twice", fix)
@@ -118,7 +153,12 @@ def _files(config: Config) -> Iterator[Problem]:
         if config.context.profile is not None:
             HardwareProfile.load(config.context.profile)
     except (ProfileError, OSError) as error:
-        yield Problem("context.profile", config.context.profile, str(error), "correct the file, or name a shipped profile")
+        yield Problem(
+            "context.profile",
+            config.context.profile,
+            str(error),
+            "correct the file, or name a shipped profile",
+        )
 
 
 def _bins(config: Config) -> Iterator[Problem]:
@@ -131,16 +171,33 @@ def _shares(config: Config) -> Iterator[Problem]:
     """Checks numbers against each other."""
     batch, pipeline = config.batch, config.pipeline
     if problem := pipeline.problem:
-        yield Problem("parallel.pipeline_chunks", pipeline.chunks, *problem, ("parallel.pipeline_parallel_size",))
+        yield Problem(
+            "parallel.pipeline_chunks",
+            pipeline.chunks,
+            *problem,
+            ("parallel.pipeline_parallel_size",),
+        )
     if batch.tokens_per_rank % batch.pad_to_multiple_of:
         fix = f"set batch.tokens_per_rank to a multiple of {batch.pad_to_multiple_of}"
         rule = f"must divide batch.tokens_per_rank, which is {batch.tokens_per_rank}"
-        yield Problem("batch.pad_to_multiple_of", batch.pad_to_multiple_of, rule, fix, ("batch.tokens_per_rank",))
+        yield Problem(
+            "batch.pad_to_multiple_of",
+            batch.pad_to_multiple_of,
+            rule,
+            fix,
+            ("batch.tokens_per_rank",),
+        )
     if config.train.float8 is not None:
         tiles = config.train.mlp_tile_tokens or 0
-        for key, tokens in (("batch.tokens_per_rank", batch.tokens_per_rank), ("train.mlp_tile_tokens", tiles)):
+        for key, tokens in (
+            ("batch.tokens_per_rank", batch.tokens_per_rank),
+            ("train.mlp_tile_tokens", tiles),
+        ):
             if tokens % FLOAT8_ROWS:
-                rule = f"float8 products need a multiple of {FLOAT8_ROWS} tokens, to which the tokens of each rank are padded"
+                rule = (
+                    f"float8 products need a multiple of {FLOAT8_ROWS} tokens, to which the "
+                    "tokens of each rank are padded"
+                )
                 fix = f"set it to {tokens + -tokens % FLOAT8_ROWS}, or omit train.float8"
                 yield Problem(key, tokens, rule, fix, ("train.float8",))
 
@@ -152,7 +209,12 @@ def _groups(config: Config) -> Iterator[Problem]:
             re.compile(group.match)
         except re.error as error:
             rule = f"not a regular expression: {error}"
-            yield Problem("optimizer.groups", group.match, rule, "correct it, or escape special characters with \\")
+            yield Problem(
+                "optimizer.groups",
+                group.match,
+                rule,
+                "correct it, or escape special characters with \\",
+            )
 
 
 def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
@@ -165,34 +227,49 @@ def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             fix = f"set it to {max(1, layers // chunks)} or less, or use a model with more layers"
         else:
             fix = f"set parallel.pipeline_chunks to {most}"
-        rule = f"{ranks} ranks with {chunks} stages each need at least {ranks * chunks} layers, but the model has {layers}"
+        rule = (
+            f"{ranks} ranks with {chunks} stages each need at least {ranks * chunks} layers, "
+            f"but the model has {layers}"
+        )
         others = ("parallel.pipeline_chunks", "model.num_hidden_layers")
         yield Problem("parallel.pipeline_parallel_size", ranks, rule, fix, others)
 
 
 def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
-    """Checks that tensor parallelism and Ulysses can divide heads, MLP columns and tokens per rank."""
+    """Checks that tensor parallelism and Ulysses can divide heads, MLP columns and tokens per
+    rank."""
     size, batch = config.parallel.tensor_parallel_size, config.batch
     shape = spec.largest_layer
     if shape.num_key_value_heads % size:  # they divide the query heads
         most = max(ranks for ranks in range(1, size) if shape.num_key_value_heads % ranks == 0)
         rule = (
-            f"must divide the KV heads, but the model has {shape.num_attention_heads} query heads and "
+            f"must divide the KV heads, but the model has {shape.num_attention_heads} query heads "
+            "and "
             f"{shape.num_key_value_heads} KV heads"
         )
         fix = f"set it to {most}, or use a multiple of {size} KV heads"
-        yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
+        yield Problem(
+            "parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",)
+        )
     else:
-        yield from _ulysses_degree(config, shape.num_attention_heads // size, shape.num_key_value_heads // size)
+        yield from _ulysses_degree(
+            config, shape.num_attention_heads // size, shape.num_key_value_heads // size
+        )
     if config.context.ulysses_degree > 1 and spec.sends_latents:
-        rule = "split documents of this model send latents, and heads that are swapped would travel expanded"
-        yield Problem("context.ulysses_degree", config.context.ulysses_degree, rule, "set it to 1", ())
+        rule = (
+            "split documents of this model send latents, and heads that are swapped would "
+            "travel expanded"
+        )
+        yield Problem(
+            "context.ulysses_degree", config.context.ulysses_degree, rule, "set it to 1", ()
+        )
     for key, width in _split_widths(spec).items():
         if leaves_rank_empty(width, size):
             share = -(-width // size)
             below, above = (share - 1) * size, share * (size - 1) + 1
             rule = (
-                f"each of {size} tensor parallel ranks takes {share} columns of the MLP, which leaves none for the last ranks"
+                f"each of {size} tensor parallel ranks takes {share} columns of the MLP, which "
+                "leaves none for the last ranks"
             )
             fix = f"set it to {below} or {above}" if below else f"set it to {above}"
             yield Problem(key, width, rule, fix, ("parallel.tensor_parallel_size",))
@@ -201,30 +278,50 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     multiple = math.lcm(size, batch.pad_to_multiple_of)
     if batch.tokens_per_rank % multiple and batch.tokens_per_rank % batch.pad_to_multiple_of == 0:
         below = batch.tokens_per_rank // multiple * multiple
-        rule = f"must be a multiple of {multiple}, to which parallel.tensor_parallel_size {size} pads the tokens of each rank"
+        rule = (
+            f"must be a multiple of {multiple}, to which parallel.tensor_parallel_size {size} "
+            "pads the tokens of each rank"
+        )
         fix = f"set it to {below} or {below + multiple}" if below else f"set it to {multiple}"
         others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
         yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
 
 
 def _cut_blocks(config: Config, spec: ModelSpec) -> Iterator[Problem]:
-    """Checks that tensor ranks have whole blocks of 8-bit moments, of the matrices that are split by columns."""
+    """Checks that tensor ranks have whole blocks of 8-bit moments, of the matrices that are split
+    by columns."""
     size, shape = config.parallel.tensor_parallel_size, spec.largest_layer
-    widths = {"model.num_attention_heads": shape.num_attention_heads * shape.head_dim, **_split_widths(spec)}
-    possible = [ranks for ranks in divisors(shape.num_key_value_heads) if not _cut(spec, widths.values(), ranks)]
+    widths = {
+        "model.num_attention_heads": shape.num_attention_heads * shape.head_dim,
+        **_split_widths(spec),
+    }
+    possible = [
+        ranks
+        for ranks in divisors(shape.num_key_value_heads)
+        if not _cut(spec, widths.values(), ranks)
+    ]
     for key, width in widths.items():
         if _cut(spec, [width], size):
             rule = (
-                f"a tensor parallel rank has {-(-width // size)} of {width} columns of a parameter, no multiple of {BLOCK}, "
+                f"a tensor parallel rank has {-(-width // size)} of {width} columns of a "
+                f"parameter, no multiple of {BLOCK}, "
                 "which have a common scale in 8 bits"
             )
-            fix = f"set it to adamw, or parallel.tensor_parallel_size to {' or '.join(map(str, possible))}"
-            yield Problem("optimizer.name", "adamw-8bit", rule, fix, ("parallel.tensor_parallel_size", key))
+            fix = (
+                "set it to adamw, or parallel.tensor_parallel_size to "
+                f"{' or '.join(map(str, possible))}"
+            )
+            yield Problem(
+                "optimizer.name", "adamw-8bit", rule, fix, ("parallel.tensor_parallel_size", key)
+            )
 
 
 def _cut(spec: ModelSpec, widths: Iterable[int], ranks: int) -> bool:
-    """Returns whether shares of a matrix with one of these numbers of columns are no whole blocks of 8-bit moments."""
-    return any(in_8_bits((spec.hidden_size, width)) and cuts_blocks(width, ranks) for width in widths)
+    """Returns whether shares of a matrix with one of these numbers of columns are no whole blocks
+    of 8-bit moments."""
+    return any(
+        in_8_bits((spec.hidden_size, width)) and cuts_blocks(width, ranks) for width in widths
+    )
 
 
 def _split_widths(spec: ModelSpec) -> dict[str, int]:
@@ -239,7 +336,8 @@ def _split_widths(spec: ModelSpec) -> dict[str, int]:
 
 
 def leaves_rank_empty(size: int, ranks: int) -> bool:
-    """Returns True if shares of `size` / `ranks`, rounded up, leave nothing for the last rank, which FSDP cannot shard."""
+    """Returns True if shares of `size` / `ranks`, rounded up, leave nothing for the last rank,
+    which FSDP cannot shard."""
     return -(-size // ranks) * (ranks - 1) >= size
 
 
@@ -248,8 +346,17 @@ def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator
     degree = config.context.ulysses_degree
     if degree not in (possible := ulysses_degrees(query_heads, kv_heads)):
         others = ("model.num_key_value_heads", "parallel.tensor_parallel_size")
-        rule = f"must divide the KV heads per rank, {kv_heads}, or be a multiple that divides the query heads, {query_heads}"
-        yield Problem("context.ulysses_degree", degree, rule, f"set it to {', '.join(map(str, possible))}", others)
+        rule = (
+            f"must divide the KV heads per rank, {kv_heads}, or be a multiple that divides the "
+            f"query heads, {query_heads}"
+        )
+        yield Problem(
+            "context.ulysses_degree",
+            degree,
+            rule,
+            f"set it to {', '.join(map(str, possible))}",
+            others,
+        )
 
 
 def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:
@@ -262,6 +369,11 @@ def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         key, size, possible = "tensor_parallel_size", tensor, divisors(experts)
     else:
         key, size, possible = "expert_parallel_size", expert, divisors(experts // tensor)
-    rule = f"{experts} experts cannot be split evenly over {expert} × {tensor} expert and tensor parallel ranks"
+    rule = (
+        f"{experts} experts cannot be split evenly over {expert} × {tensor} expert and tensor "
+        "parallel ranks"
+    )
     others = ("model.num_experts", "parallel.tensor_parallel_size", "parallel.expert_parallel_size")
-    yield Problem(f"parallel.{key}", size, rule, f"set it to {', '.join(map(str, possible))}", others)
+    yield Problem(
+        f"parallel.{key}", size, rule, f"set it to {', '.join(map(str, possible))}", others
+    )

@@ -18,7 +18,8 @@ FLOAT8_ROWS = 16
 
 
 class Config(BaseModel):
-    """All settings of a run. Made by `longctx.config.load`, which also checks constraints across settings."""
+    """All settings of a run. Made by `longctx.config.load`, which also checks constraints across
+    settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,14 +46,23 @@ class Config(BaseModel):
         return config
 
     def model_source(self, vocab_size: int | None = None) -> ModelSource:
-        """Returns the source of the model. `vocab_size` is the size of the store's tokenizer, None if not known yet.
+        """Returns the source of the model. `vocab_size` is the size of the store's tokenizer, None
+        if not known yet.
 
-        Raises ConfigError if the sizes are inconsistent, PretrainedError if the checkpoint cannot be used.
+        Raises ConfigError if the sizes are inconsistent, PretrainedError if the checkpoint cannot
+        be used.
         """
         if self.model.from_pretrained is None:
-            return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
+            return NewDecoder(
+                self.model.sizes() if vocab_size is None else self.model.shape(vocab_size)
+            )
         parallel = self.parallel
-        split = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.expert_parallel_size > 1
+        split = (
+            parallel.tensor_parallel_size
+            * parallel.pipeline_parallel_size
+            * parallel.expert_parallel_size
+            > 1
+        )
         source, rope = self.model.from_pretrained, self.model.changed_rope
         if self.lora.adapters is not None:
             return adapted(source, rope, self.lora.adapters, self.dtype)
@@ -61,7 +71,8 @@ class Config(BaseModel):
 
     @property
     def dtype(self) -> str:
-        """Dtype of forward and backward: `train.dtype`, or else its default on the device of this process."""
+        """Dtype of forward and backward: `train.dtype`, or else its default on the device of this
+        process."""
         train = self.train
         if train.dtype is not None or train.float8 is not None or train.device == "cpu":
             return train.dtype or ("float32" if train.float8 is None else "bfloat16")
@@ -86,11 +97,12 @@ class Config(BaseModel):
         return default if self.balance.bias_rate is None else self.balance.bias_rate
 
     def compiles(self, device: str, spec: ModelSpec | None = None) -> bool:
-        """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
+        """Returns whether blocks of a model are compiled on a device of type `device`:
+        `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        # Experts and linear attention are not compiled; tiles would compile every block again for every
-        # number of tiles.
+        # Experts and linear attention are not compiled; tiles would compile every block again for
+        # every number of tiles.
         if device != "cuda":
             return False
         if spec is not None and any(layer.experts or layer.scan for layer in spec.layers):
@@ -99,22 +111,30 @@ class Config(BaseModel):
 
     def domain(self, world_size: int) -> int:
         """Returns N, the number of ranks in the domain of a run on `world_size` processes."""
-        return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
+        return world_size // (
+            self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size
+        )
 
     @property
     def order_seed(self) -> int:
         return self.train.seed if self.data.seed is None else self.data.seed
 
     def max_length(self, world_size: int) -> int:
-        """Returns the maximum document length in tokens on `world_size` processes: `data.max_length`, or else `capacity`."""
+        """Returns the maximum document length in tokens on `world_size` processes:
+        `data.max_length`, or else `capacity`."""
         return self.data.max_length or self.capacity(world_size)
 
     def capacity(self, world_size: int) -> int:
-        """Returns the tokens of the longest document that `world_size` processes can hold in `context.mode`."""
+        """Returns the tokens of the longest document that `world_size` processes can hold in
+        `context.mode`."""
         domain, context = self.domain(world_size), self.context
-        degree = context.degree if context.mode == "static" and context.degree is not None else domain
+        degree = (
+            context.degree if context.mode == "static" and context.degree is not None else domain
+        )
         longest = longest_document(min(degree, domain), self.batch.tokens_per_rank)
-        return min(longest, max(context.bins)) if context.mode == "bins" and context.bins else longest
+        return (
+            min(longest, max(context.bins)) if context.mode == "bins" and context.bins else longest
+        )
 
     def to_yaml(self) -> str:
         """Returns every setting with its value as YAML; `load` reads it back as an equal Config."""
@@ -122,6 +142,8 @@ class Config(BaseModel):
 
 
 SECTIONS: dict[str, type[settings.Section]] = {
-    name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, settings.Section)
+    name: type(field.default)
+    for name, field in Config.model_fields.items()
+    if isinstance(field.default, settings.Section)
 }
 """Sections by name."""

@@ -1,4 +1,5 @@
-"""Declares the settings: one class per section, one field per setting, each with type, default, bounds and description."""
+"""Declares the settings: one class per section, one field per setting, each with type, default,
+bounds and description."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,12 +37,15 @@ LORA_RATE = 2e-4
 
 
 class Section(BaseModel):
-    """Base of all sections. Rejects unknown keys and values of another type, such as `steps: true` or `steps: "20"`.
+    """Base of all sections. Rejects unknown keys and values of another type, such as `steps: true`
+    or `steps: "20"`.
 
     Docstrings of fields are their descriptions.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -52,21 +56,29 @@ class Section(BaseModel):
 class _Start(Section):
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
     from_pretrained: PathOrName | None = None
-    """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"""
+    """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new
+    model)"""
     new_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
-    """tokens, such as ["<note>"], that the data's tokenizer adds to the checkpoint's; entries that the embedding and an untied
-    head lack are added, trained and exported with the tokenizer (null: the tokenizers are the same)"""
+    """tokens, such as ["<note>"], that the data's tokenizer adds to the checkpoint's; entries that
+    the embedding and an untied head lack are added, trained and exported with the tokenizer (null:
+    the tokenizers are the same)"""
     implementation: Literal["auto", "native", "transformers"] = "auto"
-    """code that runs the checkpoint: transformers' own or the native decoder; auto: native with tensor or pipeline parallelism,
-    otherwise transformers"""
+    """code that runs the checkpoint: transformers' own or the native decoder; auto: native with
+    tensor or pipeline parallelism, otherwise transformers"""
 
 
 _SIZES: dict[str, Any] = {
-    name: (size.annotation | None, Field(None, description=f"{size.description} (null: the preset's)"))
+    name: (
+        size.annotation | None,
+        Field(None, description=f"{size.description} (null: the preset's)"),
+    )
     for name, size in ModelShape.model_fields.items()
     if size.annotation
 }
-_SIZES["vocab_size"] = (int | None, Field(None, description="entries of the embedding (null: size of the store's tokenizer)"))
+_SIZES["vocab_size"] = (
+    int | None,
+    Field(None, description="entries of the embedding (null: size of the store's tokenizer)"),
+)
 """A setting, such as `hidden_size`, for each field of ModelShape, which has its bounds."""
 
 
@@ -76,13 +88,18 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
     @property
     def changed_rope(self) -> tuple[tuple[str, Any], ...]:
         """RoPE settings that override those of the checkpoint, as (name, value)."""
-        return tuple((name, value) for name in ROPE_SETTINGS if (value := getattr(self, name)) is not None)
+        return tuple(
+            (name, value) for name in ROPE_SETTINGS if (value := getattr(self, name)) is not None
+        )
 
     def sizes(self) -> ModelShape:
-        """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError if they are inconsistent."""
+        """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError
+        if they are inconsistent."""
         if self.preset not in PRESETS:
             fix = f"choose one of {', '.join(PRESETS)}"
-            raise ConfigError.of([Problem("model.preset", self.preset, "unknown preset", fix)], "the model section")
+            raise ConfigError.of(
+                [Problem("model.preset", self.preset, "unknown preset", fix)], "the model section"
+            )
         replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
@@ -92,14 +109,22 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
                 key = ".".join(["model", *map(str, details["loc"])])
                 value = details["input"] if details["loc"] else replaced
                 rule = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
-                problems.append(Problem(key, value, rule, f"omit it to keep the value of preset {self.preset}"))
+                problems.append(
+                    Problem(key, value, rule, f"omit it to keep the value of preset {self.preset}")
+                )
             raise ConfigError.of(problems, "the model section") from error
 
     def shape(self, vocab_size: int) -> ModelShape:
-        """Returns the sizes for a tokenizer of `vocab_size` entries, which `model.vocab_size` may pad. Raises ConfigError."""
+        """Returns the sizes for a tokenizer of `vocab_size` entries, which `model.vocab_size` may
+        pad. Raises ConfigError."""
         if self.vocab_size is not None and self.vocab_size < vocab_size:
             rule = f"must be at least the size of the store's tokenizer, {vocab_size}"
-            problem = Problem("model.vocab_size", self.vocab_size, rule, f"set it to {vocab_size} or more, or omit it")
+            problem = Problem(
+                "model.vocab_size",
+                self.vocab_size,
+                rule,
+                f"set it to {vocab_size} or more, or omit it",
+            )
             raise ConfigError.of([problem], "the model section")
         return self.sizes().model_copy(update={"vocab_size": self.vocab_size or vocab_size})
 
@@ -108,23 +133,29 @@ class LoraSection(Section):
     """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
     rank: Count | None = None
-    """rank of the adapters (null: no LoRA, all weights are trained); changes the default of optimizer.learning_rate"""
+    """rank of the adapters (null: no LoRA, all weights are trained); changes the default of
+    optimizer.learning_rate"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: every linear
-    layer but the output head (experts stored as one parameter are not linear layers); of a model that reads images those of
-    its language model"""
+    """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj];
+    all-linear: every linear layer but the output head (experts stored as one parameter are not
+    linear layers); of a model that reads images those of its language model"""
     base: Literal["nf4", "int8"] | None = None
-    """quantize the frozen linear layers of the blocks by torchao (extra `gpu`), as QLoRA does: nf4 takes 0.52 bytes per weight,
-    int8 1 byte; sharded like other weights, and expanded for each product (null: in train.dtype)"""
+    """quantize the frozen linear layers of the blocks by torchao (extra `gpu`), as QLoRA does: nf4
+    takes 0.52 bytes per weight, int8 1 byte; sharded like other weights, and expanded for each
+    product (null: in train.dtype)"""
 
     @property
     def adapters(self) -> Lora | None:
         """Adapters to add; None without LoRA."""
         if self.rank is None:
             return None
-        targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
+        targets = (
+            self.target_modules
+            if isinstance(self.target_modules, str)
+            else tuple(self.target_modules)
+        )
         return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base)
 
 
@@ -142,20 +173,25 @@ class DataSection(Section):
     store: AnyPath | None = Path("stores/python-stdlib")
     """folder written by `longctx prepare` (null: use data.stores)"""
     stores: list[StoreSetting] | None = None
-    """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: 1}]; epochs
-    instead of weight, for all stores, sets the relative number of passes over each store"""
-    long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = None
-    """treatment of documents longer than max_length; truncate_left keeps the end (null: error for conversations and other
-    documents with tokens without loss, split for the others)"""
+    """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path:
+    stores/b, weight: 1}]; epochs instead of weight, for all stores, sets the relative number of
+    passes over each store"""
+    long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = (
+        None
+    )
+    """treatment of documents longer than max_length; truncate_left keeps the end (null: error for
+    conversations and other documents with tokens without loss, split for the others)"""
     seed: int | None = Field(None, ge=0, le=(1 << 32) - 1)
     """seed of the order of documents (null: train.seed)"""
     max_length: Count | None = None
     """maximum document length in tokens (null: the most that the domain can hold)"""
     merge_prefixes: bool = False
-    """compute what documents of a step have in common at their beginning once, as a tree; loss and gradients stay the same. All
-    documents of the step that share at least an eighth of their mean length are merged"""
+    """compute what documents of a step have in common at their beginning once, as a tree; loss and
+    gradients stay the same. All documents of the step that share at least an eighth of their mean
+    length are merged"""
     held_out: float = Field(0.0, ge=0, lt=1)
-    """share of documents, chosen by a hash of their names, held out for validation and never trained on"""
+    """share of documents, chosen by a hash of their names, held out for validation and never
+    trained on"""
 
     @model_validator(mode="before")
     @classmethod
@@ -168,7 +204,9 @@ class DataSection(Section):
 
     @property
     def paths(self) -> list[Path]:
-        return [self.store] if self.store is not None else [store.path for store in self.stores or ()]
+        return (
+            [self.store] if self.store is not None else [store.path for store in self.stores or ()]
+        )
 
     @property
     def said(self) -> str:
@@ -190,74 +228,83 @@ class ContextSection(Section):
     """context parallelism; the degree of a document is the number of ranks that it is split over"""
 
     mode: Mode = "auto"
-    """auto: the planner chooses the degree of every document; static: one degree for all documents; bins: the degree by
-    document length, from a table"""
+    """auto: the planner chooses the degree of every document; static: one degree for all documents;
+    bins: the degree by document length, from a table"""
     degree: Ranks | None = None
     """degree in mode static (null: the best degree of every step)"""
     bins: dict[Count, Ranks] | None = None
     """table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"""
     profile: PathOrName | None = None
-    """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are scaled to the
-    model and parallel sizes of the run (null: the shipped one for the device by its name, cpu-2core on a CPU; for a GPU without
-    one h100-nvlink-ib, with a warning)"""
+    """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file;
+    constants are scaled to the model and parallel sizes of the run (null: the shipped one for the
+    device by its name, cpu-2core on a CPU; for a GPU without one h100-nvlink-ib, with a warning)"""
     max_remote_tokens: Count | None = None
-    """split the exchange of K and V into rounds of at most about this many remote tokens; fewer tokens need less memory and
-    more rounds (null: as many rounds as hide the exchange best). Two rounds are in memory at a time, three with
-    two_level_exchange; a rank receives all tokens of its own node in one round"""
+    """split the exchange of K and V into rounds of at most about this many remote tokens; fewer
+    tokens need less memory and more rounds (null: as many rounds as hide the exchange best). Two
+    rounds are in memory at a time, three with two_level_exchange; a rank receives all tokens of its
+    own node in one round"""
     keep_kv: bool | None = None
-    """keep received K and V until backward instead of receiving them again; needs more memory (null: only where
-    train.fit_memory finds room)"""
+    """keep received K and V until backward instead of receiving them again; needs more memory
+    (null: only where train.fit_memory finds room)"""
     two_level_exchange: bool = True
-    """in rings that cross nodes (see the profile's ranks_per_node), send K and V once to each node and forward them inside the
-    node; false: send them to every rank directly"""
+    """in rings that cross nodes (see the profile's ranks_per_node), send K and V once to each node
+    and forward them inside the node; false: send them to every rank directly"""
     ulysses_degree: Ranks = 1
-    """Ulysses degree: number of neighboring ranks that exchange heads for tokens (all-to-all) around ring attention: a
-    divisor of the KV heads, or a multiple of them that divides the query heads, which copies KV heads; 1: rings only"""
+    """Ulysses degree: number of neighboring ranks that exchange heads for tokens (all-to-all)
+    around ring attention: a divisor of the KV heads, or a multiple of them that divides the query
+    heads, which copies KV heads; 1: rings only"""
     kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = "auto"
-    """attention kernel; auto: the first of the others that supports the model and device; flash: the best installed flash-attn
-    (extra `flash`), otherwise torch's flash attention; cpu: torch's flash attention for CPUs; triton: longctx's own for GPUs;
-    reference: dense float64, slow"""
+    """attention kernel; auto: the first of the others that supports the model and device; flash:
+    the best installed flash-attn (extra `flash`), otherwise torch's flash attention; cpu: torch's
+    flash attention for CPUs; triton: longctx's own for GPUs; reference: dense float64, slow"""
     deterministic: bool = False
-    """use the deterministic backward of flash attention on GPUs, which is slower: two runs, or a run and its resumption, are
-    then bit-identical on GPUs too; false: they agree to rounding there (no effect on a CPU, where they always are
-    bit-identical, and on the kernel triton)"""
+    """use the deterministic backward of flash attention on GPUs, which is slower: two runs, or a
+    run and its resumption, are then bit-identical on GPUs too; false: they agree to rounding there
+    (no effect on a CPU, where they always are bit-identical, and on the kernel triton)"""
 
 
 class ParallelSection(Section):
-    """tensor and pipeline parallelism, and sharding; the remaining ranks form the domain (data and context parallelism)"""
+    """tensor and pipeline parallelism, and sharding; the remaining ranks form the domain (data and
+    context parallelism)"""
 
     tensor_parallel_size: Ranks = 1
-    """tensor parallel size: ranks that each weight matrix is split over; must divide the KV heads"""
+    """tensor parallel size: ranks that each weight matrix is split over; must divide the KV
+    heads"""
     pipeline_parallel_size: Ranks = 1
     """pipeline parallel size: ranks that the layers are split over"""
     pipeline_chunks: Ranks = 1
-    """pipeline stages per rank; with several, whose forward and backward passes are interleaved, the bubble is smaller"""
+    """pipeline stages per rank; with several, whose forward and backward passes are interleaved,
+    the bubble is smaller"""
     expert_parallel_size: Ranks = 1
-    """expert parallel size: consecutive ranks of the domain that the experts of a mixture are split over, in addition to tensor
-    parallel ranks; tokens travel to their experts"""
+    """expert parallel size: consecutive ranks of the domain that the experts of a mixture are split
+    over, in addition to tensor parallel ranks; tokens travel to their experts"""
     expert_max_load: float = Field(2.0, ge=1)
-    """rows that the experts of a rank compute at once, as a multiple of an even share; if routing is less even, all ranks
-    compute in turns, and again in backward: no token is dropped"""
+    """rows that the experts of a rank compute at once, as a multiple of an even share; if routing
+    is less even, all ranks compute in turns, and again in backward: no token is dropped"""
     shard_ranks: Ranks | None = None
-    """number of consecutive ranks of the domain over which weights, gradients and optimizer state are sharded, such as the
-    ranks of a node; other ranks hold replicas (null: all ranks; 1: no sharding, for small models)"""
+    """number of consecutive ranks of the domain over which weights, gradients and optimizer state
+    are sharded, such as the ranks of a node; other ranks hold replicas (null: all ranks; 1: no
+    sharding, for small models)"""
     reshard_after: Literal["block", "micro_batch", "step"] = "block"
-    """how long gathered weights stay in memory; block: gathered for the forward of a block and again for its backward;
-    micro_batch: gathered once per micro-batch; step: gathered once per step; micro_batch and step need more memory and less
-    communication"""
+    """how long gathered weights stay in memory; block: gathered for the forward of a block and
+    again for its backward; micro_batch: gathered once per micro-batch; step: gathered once per
+    step; micro_batch and step need more memory and less communication"""
     reduce_after: Literal["micro_batch", "step"] = "step"
-    """when gradients are reduced over ranks; step: once per step, with unsharded float32 gradients per rank until then;
-    micro_batch: after every micro-batch, with sharded gradients and more communication"""
+    """when gradients are reduced over ranks; step: once per step, with unsharded float32 gradients
+    per rank until then; micro_batch: after every micro-batch, with sharded gradients and more
+    communication"""
 
 
 class BalanceSection(Section):
     """balance of the experts of a mixture; the same whatever the plan"""
 
     bias_rate: float | None = Field(None, ge=0)
-    """how far the bias of each expert moves per step, towards an even use of experts over all tokens of the step; without
-    effect on models without such a bias (null: 0.001 as in DeepSeek-V3, 0 for a checkpoint)"""
+    """how far the bias of each expert moves per step, towards an even use of experts over all
+    tokens of the step; without effect on models without such a bias (null: 0.001 as in DeepSeek-V3,
+    0 for a checkpoint)"""
     document_loss: float = Field(0.0, ge=0)
-    """factor of the balance loss of each document, the sequence-wise loss of DeepSeek-V3 (0: none)"""
+    """factor of the balance loss of each document, the sequence-wise loss of DeepSeek-V3 (0:
+    none)"""
     z_loss: float = Field(0.0, ge=0)
     """factor of the mean of log²Σexp of the router's logits (0: none)"""
 
@@ -272,35 +319,38 @@ class TrainSection(Section):
     seed: int = Field(0, ge=0, le=(1 << 32) - 1)
     """seed of the initial weights, and of the order of documents unless data.seed is set"""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """dtype of forward and backward; trained weights and optimizer state stay float32 (null: bfloat16 on GPUs and with float8,
-    float32 on a CPU)"""
+    """dtype of forward and backward; trained weights and optimizer state stay float32 (null:
+    bfloat16 on GPUs and with float8, float32 on a CPU)"""
     float8: Literal["tensorwise", "rowwise"] | None = None
-    """compute the linear layers of the blocks in float8 by torchao (extra `gpu`); tensorwise: one scale per tensor, faster;
-    rowwise: one per row and column, more accurate; all else stays in dtype, which must be bfloat16. Needs GPUs of compute
-    capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)"""
+    """compute the linear layers of the blocks in float8 by torchao (extra `gpu`); tensorwise: one
+    scale per tensor, faster; rowwise: one per row and column, more accurate; all else stays in
+    dtype, which must be bfloat16. Needs GPUs of compute capability 8.9 or higher (Ada, Hopper);
+    emulated on a CPU, slowly (null: no float8)"""
     compile: bool | None = None
-    """compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not with tensor
-    parallelism, which cannot be compiled, nor with mlp_tile_tokens)"""
+    """compile each block and the loss with torch.compile; the first steps take longer (null: on
+    GPUs, but not with tensor parallelism, which cannot be compiled, nor with mlp_tile_tokens)"""
     recompute: Recompute = "none"
-    """activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, RoPE and
-    activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but attention; full:
-    the whole block"""
+    """activation checkpointing: part of each block that backward recomputes, in ascending order;
+    norms: norms, RoPE and activation functions, which take little time; mlp: also the matrices of
+    the MLP; selective: everything but attention; full: the whole block"""
     mlp_tile_tokens: Count | None = None
-    """run the MLP on tiles of this many tokens and recompute each tile in backward, to save activation memory (null: no
-    tiles)"""
+    """run the MLP on tiles of this many tokens and recompute each tile in backward, to save
+    activation memory (null: no tiles)"""
     offload_activations: bool = False
     """keep the inputs of recomputed blocks in host memory (no effect on a CPU)"""
     offload_optimizer: bool = False
-    """keep weights, gradients and optimizer state in host memory and run the optimizer there (no effect on a CPU)"""
+    """keep weights, gradients and optimizer state in host memory and run the optimizer there (no
+    effect on a CPU)"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """what a loss or gradient that is not finite does: stop the run, or skip the update, naming the documents; a fourth such
-    step in a row stops the run"""
+    """what a loss or gradient that is not finite does: stop the run, or skip the update, naming the
+    documents; a fourth such step in a row stops the run"""
     fit_memory: bool | None = None
-    """use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv says otherwise,
-    and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange rounds, resharding and
-    others (null: on GPUs)"""
+    """use the memory of each rank by estimate, with room to spare: keep received K and V unless
+    context.keep_kv says otherwise, and if the run does not fit, make the cheapest changes with
+    which it does: recomputation, exchange rounds, resharding and others (null: on GPUs)"""
     peak_flops: float | None = Field(None, gt=0)
-    """peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on a CPU)"""
+    """peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on
+    a CPU)"""
     run_dir: AnyPath = Path("runs/default")
     """folder for metrics, checkpoints and the resolved settings"""
     timeout_s: float = Field(600.0, gt=0, le=30 * 86400)
@@ -321,15 +371,16 @@ class OptimizerSection(Section):
     """optimizer, and the schedule of its learning rate, which begins with a linear warm-up"""
 
     name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
-    """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
-    and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by codes of
-    torchao (extra `gpu`), whose moments are 8-bit for matrices of 4,096 numbers or more; tensor ranks must have whole blocks of
-    256 columns"""
+    """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW
+    for embeddings, head, norms and biases; Muon's updates are as large as AdamW's, so that
+    learning_rate serves both; adamw-8bit: AdamW by codes of torchao (extra `gpu`), whose moments
+    are 8-bit for matrices of 4,096 numbers or more; tensor ranks must have whole blocks of 256
+    columns"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate; with lora.rank 2e-4 by default"""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """learning rate after the warm-up; linear, cosine: decay to the end; wsd: constant, then decay (warm-up, stable, decay);
-    inverse_sqrt: peak · √(warm-up / step)"""
+    """learning rate after the warm-up; linear, cosine: decay to the end; wsd: constant, then decay
+    (warm-up, stable, decay); inverse_sqrt: peak · √(warm-up / step)"""
     decay_share: float = Field(0.2, ge=0, le=1)
     """share of the whole schedule in which wsd decays, at its end"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
@@ -337,15 +388,16 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(10, ge=0, le=LARGEST)
     """steps until the learning rate reaches its peak"""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """the same as a share of the whole schedule, which then replaces warmup_steps (null: warmup_steps)"""
+    """the same as a share of the whole schedule, which then replaces warmup_steps (null:
+    warmup_steps)"""
     decay_steps: Count | None = None
     """steps of the whole schedule, if another run continues this one (null: train.steps)"""
     weight_decay: float = Field(0.1, ge=0)
     """decoupled weight decay of matrices, embeddings and the head; norms and biases have none"""
     groups: list[ParameterGroup] = []
-    """parameters with another learning rate or weight decay: [{match: "embed|lm_head", learning_rate_ratio: 0.5, weight_decay:
-    0.0}]; match is a regular expression that is searched in names such as layers.0.self_attn.q_proj.weight; the first group
-    that matches counts"""
+    """parameters with another learning rate or weight decay: [{match: "embed|lm_head",
+    learning_rate_ratio: 0.5, weight_decay: 0.0}]; match is a regular expression that is searched in
+    names such as layers.0.self_attn.q_proj.weight; the first group that matches counts"""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
     """decay rates of AdamW's two moments, each in [0, 1)"""
     eps: float = Field(1e-8, gt=0)
@@ -371,11 +423,13 @@ class CheckpointSection(Section):
     """checkpoints of the run"""
 
     every: Count | None = 100
-    """steps between checkpoints; the last step of the run is always saved (null: never, for trials)"""
+    """steps between checkpoints; the last step of the run is always saved (null: never, for
+    trials)"""
     keep: Count | None = 3
     """number of latest checkpoints to keep (null: all)"""
     best: bool = False
-    """also save after each validation with the lowest loss so far, and keep that checkpoint in the folder best of the run"""
+    """also save after each validation with the lowest loss so far, and keep that checkpoint in the
+    folder best of the run"""
     asynchronous: bool = True
     """train on while a copy in host memory is written"""
     export: AnyPath | None = None
@@ -397,11 +451,12 @@ class LogSection(Section):
     tensorboard: bool = True
     """write TensorBoard events"""
     wandb: WandbSetting | None = None
-    """log to Weights & Biases: {project: mine, name: first, entity: team, tags: [long]}; only the project must be given, the
-    name is otherwise that of the run folder; requires the package wandb (null: none)"""
+    """log to Weights & Biases: {project: mine, name: first, entity: team, tags: [long]}; only the
+    project must be given, the name is otherwise that of the run folder; requires the package wandb
+    (null: none)"""
     every: Count = 1
-    """steps between lines on the console, which also shows the first and the last step, those with a validation or without an
-    update; metrics.jsonl has all steps"""
+    """steps between lines on the console, which also shows the first and the last step, those with
+    a validation or without an update; metrics.jsonl has all steps"""
 
     @field_validator("wandb", mode="before")
     @classmethod

@@ -1,7 +1,8 @@
-"""Loss and perplexity over documents: overall, by the length of the document, and by position in it.
+"""Loss and perplexity over documents: overall, by the length of the document, and by position in
+it.
 
-Every token is predicted once, with the plans, attention and head of training. Sums are taken in float64 over all ranks, so that
-the result is the same as on one process.
+Every token is predicted once, with the plans, attention and head of training. Sums are taken in
+float64 over all ranks, so that the result is the same as on one process.
 """
 
 import math
@@ -64,20 +65,28 @@ class LossReport:
 
     def as_json(self) -> dict[str, Any]:
         parts = {"by_length": self.by_length, "by_position": self.by_position}
-        return {"overall": self.overall.as_json(), **{name: [part.as_json() for part in of] for name, of in parts.items()}}
+        return {
+            "overall": self.overall.as_json(),
+            **{name: [part.as_json() for part in of] for name, of in parts.items()},
+        }
 
 
 def bucket(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns the bucket of each length or position: 0 below 64, 1 below 128, 2 below 256, and so on."""
+    """Returns the bucket of each length or position: 0 below 64, 1 below 128, 2 below 256, and so
+    on."""
     _, exponent = torch.frexp(numbers.double())  # 2^(exponent - 1) <= number < 2^exponent, exactly
     return (exponent.long() - SMALLEST.bit_length() + 1).clamp(min=0)
 
 
 def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> LossReport:
-    """Computes the loss over all tokens of `documents`. All ranks must call it and get the same result."""
+    """Computes the loss over all tokens of `documents`. All ranks must call it and get the same
+    result."""
     lengths = torch.tensor([piece.length for piece in documents.pieces])
     targets = torch.tensor(
-        [documents.store.target_tokens(piece.document, piece.start, piece.stop) for piece in documents.pieces]
+        [
+            documents.store.target_tokens(piece.document, piece.start, piece.stop)
+            for piece in documents.pieces
+        ]
     )
     sums = torch.zeros(2, BUCKETS, dtype=torch.float64)  # by length, by position
     seen = torch.zeros(BUCKETS, dtype=torch.float64)
@@ -97,11 +106,15 @@ def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> 
     overall = LossPart(1, None, number, total, _mean(float(by_length.sum()), total))
     counts = torch.bincount(bucket(lengths), minlength=BUCKETS)
     return LossReport(
-        overall, _parts(by_length, tokens.tolist(), counts.tolist()), _parts(by_position, [int(n) for n in seen.tolist()])
+        overall,
+        _parts(by_length, tokens.tolist(), counts.tolist()),
+        _parts(by_position, [int(n) for n in seen.tolist()]),
     )
 
 
-def _parts(sums: torch.Tensor, tokens: Sequence[int], documents: Sequence[int] | None = None) -> tuple[LossPart, ...]:
+def _parts(
+    sums: torch.Tensor, tokens: Sequence[int], documents: Sequence[int] | None = None
+) -> tuple[LossPart, ...]:
     """Returns the buckets that are not empty."""
     return tuple(
         LossPart(

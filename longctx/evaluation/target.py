@@ -1,4 +1,5 @@
-"""Target of an evaluation: the newest checkpoint of a run, or a checkpoint of transformers; opened once on every rank."""
+"""Target of an evaluation: the newest checkpoint of a run, or a checkpoint of transformers; opened
+once on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,24 +36,38 @@ class Target:
 
     @classmethod
     def open(cls, name: str, overrides: Sequence[str], world_size: int) -> "Target":
-        """Opens a run or a checkpoint. Raises UserError if there is neither of this name, or if settings are wrong."""
+        """Opens a run or a checkpoint. Raises UserError if there is neither of this name, or if
+        settings are wrong."""
         folder = Path(name)
         if (folder / "config.yaml").is_file():
             newest_one, damaged = newest(folder)
             if newest_one is None:
                 why = because(damaged)
-                raise UserError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
+                raise UserError(
+                    f"run folder {folder} has no complete checkpoint{why}: there is nothing to "
+                    "evaluate"
+                )
             config = load(folder / "config.yaml", overrides, world_size=world_size)
             return cls(name, config, newest_one, tuple(damaged))
         if is_store(folder):
-            raise UserError(f"{folder} is a store of documents: give a run or a checkpoint, and this store as --store {folder}")
-        if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise UserError(
-                f"{folder} has no config.yaml and no config.json: give the folder of a run (train.run_dir), or of a "
+                f"{folder} is a store of documents: give a run or a checkpoint, and this store as "
+                f"--store {folder}"
+            )
+        if folder.is_dir() and not any(
+            (folder / name).is_file() for name in ("config.json", "adapter_config.json")
+        ):
+            raise UserError(
+                f"{folder} has no config.yaml and no config.json: give the folder of a run "
+                "(train.run_dir), or of a "
                 "checkpoint of transformers"
             )
         check_name(name)
-        return cls(name, load(None, [f"model.from_pretrained={name}", *overrides], world_size=world_size), None)
+        return cls(
+            name,
+            load(None, [f"model.from_pretrained={name}", *overrides], world_size=world_size),
+            None,
+        )
 
     @property
     def folder(self) -> Path | None:
@@ -61,56 +76,90 @@ class Target:
 
     @property
     def described(self) -> str:
-        return self.name if self.checkpoint is None else f"{self.name} at step {self.checkpoint.step}"
+        return (
+            self.name if self.checkpoint is None else f"{self.name} at step {self.checkpoint.step}"
+        )
 
     @property
     def source(self) -> ModelSource:
         """The model, with the vocabulary size of its training."""
-        vocab_size = None if self.checkpoint is None else self.checkpoint.state["model"].get("vocab_size")
+        vocab_size = (
+            None if self.checkpoint is None else self.checkpoint.state["model"].get("vocab_size")
+        )
         if self.config.model.new_tokens is not None:
             vocab_size = self.tokenizer().vocab_size
         return self.config.model_source(vocab_size)
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer that the model was trained with. Raises UserError if there is none."""
+        """Returns the tokenizer that the model was trained with. Raises UserError if there is
+        none."""
         if self.checkpoint is not None:
             return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"
         if not file.is_file():
-            raise UserError(f"{self.name} has no tokenizer.json: give a store made with its tokenizer as --store")
+            raise UserError(
+                f"{self.name} has no tokenizer.json: give a store made with its tokenizer as "
+                "--store"
+            )
         return Tokenizer.load(file)
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raises UserError if the model's vocabulary is smaller than that of a store's tokenizer."""
+        """Raises UserError if the model's vocabulary is smaller than that of a store's
+        tokenizer."""
         entries = self.source.spec.vocab_size
         if entries is not None and tokenizer.vocab_size > entries:
             raise UserError(
-                f"the store's tokenizer has {tokenizer.vocab_size:,} entries, but the model has {entries:,}: prepare the "
+                f"the store's tokenizer has {tokenizer.vocab_size:,} entries, but the model has "
+                f"{entries:,}: prepare the "
                 "store with the model's tokenizer"
             )
 
     def other_tokenizer(self, tokenizer: Tokenizer) -> str:
-        """Returns a warning if a store's tokenizer is not the model's; empty if it is, or if the model has none."""
-        file = (self.config.data.paths[0] if self.checkpoint is not None else Path(self.name)) / "tokenizer.json"
-        if not file.is_file() or Tokenizer.load(file, tokenizer.end_of_document_token).fingerprint == tokenizer.fingerprint:
+        """Returns a warning if a store's tokenizer is not the model's; empty if it is, or if the
+        model has none."""
+        file = (
+            self.config.data.paths[0] if self.checkpoint is not None else Path(self.name)
+        ) / "tokenizer.json"
+        if (
+            not file.is_file()
+            or Tokenizer.load(file, tokenizer.end_of_document_token).fingerprint
+            == tokenizer.fingerprint
+        ):
             return ""
-        return f"the store was made with another tokenizer than {file}: losses are meaningless if token ids differ"
+        return (
+            f"the store was made with another tokenizer than {file}: losses are meaningless if "
+            "token ids differ"
+        )
 
     def max_length(self, world_size: int, longest: int | None = None) -> int:
-        """Returns the maximum tokens of a piece of a document, as in training; `longest` is the longest document, if known."""
+        """Returns the maximum tokens of a piece of a document, as in training; `longest` is the
+        longest document, if known."""
         return choose_max_length(self.config, world_size, self.checkpoint, longest)
 
     def build(self, mesh: Mesh) -> "tuple[Passes, Target]":
-        """Builds the model with its weights on this rank; returns it, and this target with more notes. All ranks call it."""
+        """Builds the model with its weights on this rank; returns it, and this target with more
+        notes. All ranks call it."""
         # Compiling takes longer than a short evaluation: only if the settings demand it.
-        passes = Passes(self.config.changed({"train.compile": bool(self.config.train.compile)}), mesh, self.source)
+        passes = Passes(
+            self.config.changed({"train.compile": bool(self.config.train.compile)}),
+            mesh,
+            self.source,
+        )
         saved = self.checkpoint
         if saved is None:
             return passes, self
         different = passes.model.differences(saved.state["model"])
         if others := differences_but_rope(different):
-            raise UserError(f"{saved.folder} contains another model: {'; '.join(others)}; override only rope_*")
+            raise UserError(
+                f"{saved.folder} contains another model: {'; '.join(others)}; override only rope_*"
+            )
         if problem := saved.damage(mesh.control):
-            raise UserError(f"{saved.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint")
+            raise UserError(
+                f"{saved.folder} is damaged ({problem}): move it away to evaluate an earlier "
+                "checkpoint"
+            )
         load_weights(saved, passes.model, mesh.control)
-        return passes, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in different)))
+        return passes, replace(
+            self,
+            notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in different)),
+        )

@@ -1,7 +1,9 @@
-"""Conversion between a checkpoint's tensors and the parameters of a model of transformers, one block at a time.
+"""Conversion between a checkpoint's tensors and the parameters of a model of transformers, one
+block at a time.
 
-Transformers fuses, splits and renames tensors (of experts, for example) while it loads. Here its own conversion runs on the
-tensors of one block and a twin of the model without values, so that no process ever holds the whole model.
+Transformers fuses, splits and renames tensors (of experts, for example) while it loads. Here its
+own conversion runs on the tensors of one block and a twin of the model without values, so that no
+process ever holds the whole model.
 """
 
 import re
@@ -20,7 +22,8 @@ BLOCK = re.compile(r".+?\.\d+(?=\.)")
 
 
 class Conversion:
-    """Converts a checkpoint's tensors to a model's parameters, and back, by groups: a block, or a module outside the blocks."""
+    """Converts a checkpoint's tensors to a model's parameters, and back, by groups: a block, or a
+    module outside the blocks."""
 
     def __init__(self, twin: Any, files: CheckpointFiles) -> None:
         """`twin` is the model on the meta device, not sharded."""
@@ -45,7 +48,8 @@ class Conversion:
         self._loaded: tuple[str, Tensors] = ("", {})
 
     def group_of(self, name: str) -> str:
-        """Returns the group of a parameter: the outermost numbered module around it, else its module."""
+        """Returns the group of a parameter: the outermost numbered module around it, else its
+        module."""
         block = BLOCK.match(name)
         return block[0] if block else name.rpartition(".")[0]
 
@@ -58,7 +62,8 @@ class Conversion:
         return list(names_of.values())
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads a parameter or buffer to the CPU, in the dtype of the twin. Its group is cached for the next call.
+        """Reads a parameter or buffer to the CPU, in the dtype of the twin. Its group is cached for
+        the next call.
 
         Raises PretrainedError if the checkpoint lacks it, or it does not fit.
         """
@@ -69,18 +74,23 @@ class Conversion:
             if known in self._loaded[1]:
                 return self._loaded[1][known]
         raise PretrainedError(
-            f"{self.files.folder} lacks {name} of {type(self.twin).__name__}: give a checkpoint of the whole language model"
+            f"{self.files.folder} lacks {name} of {type(self.twin).__name__}: give a checkpoint of "
+            "the whole language model"
         )
 
     def different(self) -> list[str]:
-        """Returns the tied weights for which the checkpoint has other values than for the weight that they are tied to."""
+        """Returns the tied weights for which the checkpoint has other values than for the weight
+        that they are tied to."""
         with _internals():
             stored = {self._target(name) for name in self.files.files}
         pairs = [(name, source) for name, source in self.tied.items() if {name, source} <= stored]
-        return [name for name, source in pairs if not torch.equal(self.read(name), self.read(source))]
+        return [
+            name for name, source in pairs if not torch.equal(self.read(name), self.read(source))
+        ]
 
     def tensors(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """Converts parameters and buffers of a group to the checkpoint's tensors, as save_pretrained writes them."""
+        """Converts parameters and buffers of a group to the checkpoint's tensors, as
+        save_pretrained writes them."""
         written = {name: weight for name, weight in weights.items() if name not in self.tied}
         with _internals():
             from transformers.core_model_loading import revert_weight_conversion
@@ -92,11 +102,20 @@ class Conversion:
     def _same(self, name: str) -> Iterator[str]:
         """Yields the other names of a tied weight."""
         source = self.tied.get(name, name)
-        yield from (other for other in (source, *(a for a, b in self.tied.items() if b == source)) if other != name)
+        yield from (
+            other
+            for other in (source, *(a for a, b in self.tied.items() if b == source))
+            if other != name
+        )
 
     def _target(self, name: str) -> str:
-        """Returns the first parameter that uses a tensor of the checkpoint, by transformers' own rules."""
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        """Returns the first parameter that uses a tensor of the checkpoint, by transformers' own
+        rules."""
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
 
         renamings = [one for one in self.mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in self.mapping if isinstance(one, WeightConverter)]
@@ -112,13 +131,19 @@ class Conversion:
             from transformers.core_model_loading import convert_and_load_state_dict_in_model
             from transformers.modeling_utils import LoadStateDictConfig
 
-            settings = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self.mapping, ignore_mismatched_sizes=True)
+            settings = LoadStateDictConfig(
+                dtype=torch.float32, weight_mapping=self.mapping, ignore_mismatched_sizes=True
+            )
             report, _ = convert_and_load_state_dict_in_model(self.twin, tensors, settings)
         problems = [f"{name}: {text}" for name, text in report.conversion_errors.items()]
-        problems += [f"{name} has shape {tuple(has)}, not {tuple(wants)}" for name, has, wants in report.mismatched_keys]
+        problems += [
+            f"{name} has shape {tuple(has)}, not {tuple(wants)}"
+            for name, has, wants in report.mismatched_keys
+        ]
         if problems:
             raise PretrainedError(
-                f"{self.files.folder} does not fit its config.json: {'; '.join(map(_short, problems[:3]))}; "
+                f"{self.files.folder} does not fit its config.json: "
+                f"{'; '.join(map(_short, problems[:3]))}; "
                 "give the config that the weights were saved with"
             )
         loaded: Tensors = {}
@@ -134,7 +159,11 @@ class Conversion:
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta")
-    return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+    return (
+        torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else empty
+    )
 
 
 def _short(text: str) -> str:
@@ -143,14 +172,16 @@ def _short(text: str) -> str:
 
 @contextmanager
 def _internals() -> Iterator[None]:
-    """Wraps calls of transformers' internals: raises PretrainedError if another version has changed them."""
+    """Wraps calls of transformers' internals: raises PretrainedError if another version has changed
+    them."""
     try:
         yield
     except (ImportError, AttributeError, TypeError) as error:
         import transformers
 
         raise PretrainedError(
-            f"longctx does not support the way in which transformers {transformers.__version__} converts checkpoints "
+            f"longctx does not support the way in which transformers {transformers.__version__} "
+            "converts checkpoints "
             f"({error}): install a supported version, {install('huggingface')}"
         ) from error
 

@@ -1,4 +1,5 @@
-"""Costs of linear attention layers, by running them on the meta device: tensors and products are counted, not computed."""
+"""Costs of linear attention layers, by running them on the meta device: tensors and products are
+counted, not computed."""
 
 import math
 import sys
@@ -19,7 +20,8 @@ from longctx.planning.cost.spec import PassFlops
 from longctx.planning.layout import Layout, Placement
 
 TOKENS = 16384
-"""Of a document on each of its ranks: 16 lanes of 16 chunks, as the scan of long documents takes more."""
+"""Of a document on each of its ranks: 16 lanes of 16 chunks, as the scan of long documents takes
+more."""
 WHOLE, SPLIT = (Placement(0, 0, 1), 0), (Placement(0, 0, 4), 1)
 """A document on one rank, and one on four, of which the second holds two segments in its middle."""
 
@@ -28,8 +30,8 @@ class LinearCosts(NamedTuple):
     """What a layer keeps and computes per token.
 
     Attributes:
-        kept, working: bytes kept for backward, and those that its backward needs beside them, at most.
-        scan, split: as `flops` and `split_flops` of `Scan`.
+        kept, working: bytes kept for backward, and those that its backward needs beside them, at
+        most. scan, split: as `flops` and `split_flops` of `Scan`.
     """
 
     kept: int
@@ -49,7 +51,9 @@ class Live(TorchDispatchMode):
         self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self.size = self.peak = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         out = function(*arguments, **(named or {}))
         for tensor in tree_leaves(out):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
@@ -90,9 +94,12 @@ class _Silent:
 
 
 def linear_costs(layer: nn.Module, kind: type, hidden_size: int) -> LinearCosts:
-    """Returns the costs of a layer. `kind` is its class before sharding. Does not change the layer, wherever it is."""
+    """Returns the costs of a layer. `kind` is its class before sharding. Does not change the layer,
+    wherever it is."""
     weights = [(weight.shape, weight.dtype, weight.requires_grad) for weight in layer.parameters()]
-    sizes = {name: value for name, value in vars(layer).items() if isinstance(value, int | float | str)}
+    sizes = {
+        name: value for name, value in vars(layer).items() if isinstance(value, int | float | str)
+    }
     own = {name: value for name, value in sizes.items() if name not in ("layer_idx", "training")}
     key = (kind, hidden_size, *weights, *sorted(own.items()))
     if key not in _MEASURED:
@@ -114,30 +121,44 @@ def _memory(layer: nn.Module, hidden_size: int) -> tuple[int, int]:
 
 
 def _scan_flops(layer: nn.Module, hidden_size: int, placement: Placement, rank: int) -> PassFlops:
-    """Returns the operations of the scan: triangular systems, and products of batches of matrices, which weights are not."""
+    """Returns the operations of the scan: triangular systems, and products of batches of matrices,
+    which weights are not."""
     run, x = _prepared(layer, hidden_size, placement, rank)
-    forward, backward = (FlopCounterMode(display=False, custom_mapping={_SOLVE: _solve_flops}) for _ in range(2))
+    forward, backward = (
+        FlopCounterMode(display=False, custom_mapping={_SOLVE: _solve_flops}) for _ in range(2)
+    )
     with forward:
         out = run()
     with backward:
         torch.autograd.grad(out, x, torch.empty_like(out))
     counts = [counter.get_flop_counts().get("Global", {}) for counter in (forward, backward)]
-    return PassFlops(*(sum(count.get(each, 0) for each in (*_BATCHES, _SOLVE)) / TOKENS for count in counts))
+    return PassFlops(
+        *(sum(count.get(each, 0) for each in (*_BATCHES, _SOLVE)) / TOKENS for count in counts)
+    )
 
 
-_SOLVE, _BATCHES = torch.ops.aten.linalg_solve_triangular, (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+_SOLVE, _BATCHES = (
+    torch.ops.aten.linalg_solve_triangular,
+    (torch.ops.aten.bmm, torch.ops.aten.baddbmm),
+)
 
 
 def _solve_flops(_system: Any, right: torch.Size, *_: Any, **__: Any) -> int:
-    """Returns the operations of solving a triangular system, from the shapes that torch's counter gives."""
+    """Returns the operations of solving a triangular system, from the shapes that torch's counter
+    gives."""
     return math.prod(right) * right[-2]
 
 
-def _prepared(layer: nn.Module, hidden_size: int, placement: Placement, rank: int) -> tuple[Callable[[], Any], torch.Tensor]:
+def _prepared(
+    layer: nn.Module, hidden_size: int, placement: Placement, rank: int
+) -> tuple[Callable[[], Any], torch.Tensor]:
     """Returns a function that runs a layer's forward on the meta device, and its input."""
     wrapped = _Forward(layer)
     everything = [*wrapped.named_parameters(), *wrapped.named_buffers()]
-    weights = {name: torch.empty_like(x, device="meta", requires_grad=x.requires_grad) for name, x in everything}
+    weights = {
+        name: torch.empty_like(x, device="meta", requires_grad=x.requires_grad)
+        for name, x in everything
+    }
     dtype = next(x.dtype for x in weights.values() if x.is_floating_point())
     x = torch.empty(1, TOKENS, hidden_size, dtype=dtype, device="meta", requires_grad=True)
     layout = Layout.of([placement], [TOKENS * placement.degree], 0, rank)

@@ -19,7 +19,8 @@ class QuantizationError(LoraError):
 class Lora:
     """Trained matrices of rank `rank` beside frozen linear layers, scaled by `scale`.
 
-    `target_modules` is "all-linear", or the names of layers; `quantized` how frozen linear layers are kept: nf4, int8, or None.
+    `target_modules` is "all-linear", or the names of layers; `quantized` how frozen linear layers
+    are kept: nf4, int8, or None.
     """
 
     rank: int

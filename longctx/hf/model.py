@@ -1,8 +1,10 @@
-"""Trains any causal language model of transformers: its own code between our data, attention and loss.
+"""Trains any causal language model of transformers: its own code between our data, attention and
+loss.
 
-Transformers' own forward runs. Attention is replaced through transformers' interface (`longctx.hf.attention`),
-weights are read from the checkpoint's files block by block, and the loss takes the hidden states in chunks. Before the first
-step, a run of the model on a few tokens checks that packing and splitting documents does not change its results.
+Transformers' own forward runs. Attention is replaced through transformers' interface
+(`longctx.hf.attention`), weights are read from the checkpoint's files block by block, and the loss
+takes the hidden states in chunks. Before the first step, a run of the model on a few tokens checks
+that packing and splitting documents does not change its results.
 """
 
 import json
@@ -32,7 +34,10 @@ OURS = "hf."
 """Prefix of the parameters of the model of transformers in `TransformersModel`."""
 PROBED = 16
 """Tokens on which the head is compared with transformers' forward."""
-ENCODERS = "; encoders are trained on masked tokens inside transformers.Trainer, by dynamic_context_parallel (docs/trainers.md)"
+ENCODERS = (
+    "; encoders are trained on masked tokens inside transformers.Trainer, by "
+    "dynamic_context_parallel (docs/trainers.md)"
+)
 """End of a sentence on an encoder."""
 
 
@@ -59,7 +64,11 @@ class TransformersSource:
     @property
     def unused(self) -> list[str]:
         """Unused tensors of the checkpoint, without those that are computed from the config."""
-        return [name for name in self._without_values.conversion.unused if not name.endswith("rotary_emb.inv_freq")]
+        return [
+            name
+            for name in self._without_values.conversion.unused
+            if not name.endswith("rotary_emb.inv_freq")
+        ]
 
     def check_length(self, longest: int) -> None:
         hf = self._without_values.hf
@@ -74,14 +83,16 @@ class TransformersSource:
         ]
         if longest > limit > 0 and any(count >= limit for count in places):
             raise PretrainedError(
-                f"documents have up to {longest:,} tokens, but {type(hf).__name__} has only {limit:,} position embeddings: set "
+                f"documents have up to {longest:,} tokens, but {type(hf).__name__} has only "
+                f"{limit:,} position embeddings: set "
                 f"data.max_length to {limit} or less"
             )
 
     def build(self, layers: Collection[int] | None = None) -> Model:
         if layers is not None and len(layers) < len(self.spec.layers):
             raise PretrainedError(
-                "transformers' own code cannot run a part of a model: a pipeline needs model.implementation native"
+                "transformers' own code cannot run a part of a model: a pipeline needs "
+                "model.implementation native"
             )
         return self.make()
 
@@ -93,7 +104,8 @@ class TransformersModel(Model):
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
-        """Builds the model on torch's default device. Raises HuggingFaceError or PretrainedError if it cannot be trained."""
+        """Builds the model on torch's default device. Raises HuggingFaceError or PretrainedError if
+        it cannot be trained."""
         super().__init__()
         self.files: CheckpointFiles = files
         self.hf = _build(files)
@@ -107,7 +119,9 @@ class TransformersModel(Model):
         self.spec = spec_of(self.hf, self.layers)
         if outside := weights_of_images(self.hf):
             self.tower = blocks_outside(self.hf)
-            self.spec = replace(self.spec, tower_parameters=sum(weight.numel() for weight in outside))
+            self.spec = replace(
+                self.spec, tower_parameters=sum(weight.numel() for weight in outside)
+            )
         self.plain_head = False
         """Whether logits are just hidden states times the output weight."""
         self.kinds: frozenset[Kind] = frozenset()
@@ -121,17 +135,21 @@ class TransformersModel(Model):
         head: Head | None = None,
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
-        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
+        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own
+        forward."""
         arguments = {"input_ids": row(tokens), "use_cache": False, "ring_attention": attention}
         arguments |= {} if positions is None else {"position_ids": row(positions)}
         if head is None:
             logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
             return logits
         hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
-        return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
+        return head(
+            hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits [tokens, vocab] of hidden states [tokens, hidden], by transformers' forward without the blocks."""
+        """Returns logits [tokens, vocab] of hidden states [tokens, hidden], by transformers'
+        forward without the blocks."""
         prefix, base = self.hf.base_model_prefix, self.hf.base_model
         self.hf._modules[prefix] = _Given(hidden[None], base)
         try:
@@ -142,27 +160,35 @@ class TransformersModel(Model):
             self.hf._modules[prefix] = base
 
     def attention(self, make: MakeAttention) -> Rings:
-        """As `Model.attention`, for each kind of layer; made before the layers run, as torch.compile would trace it."""
-        return Rings(lambda scale, softcap, window, _: make(scale, softcap, window), self.kinds, self._device)
+        """As `Model.attention`, for each kind of layer; made before the layers run, as
+        torch.compile would trace it."""
+        return Rings(
+            lambda scale, softcap, window, _: make(scale, softcap, window), self.kinds, self._device
+        )
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
         """Reads the value from the checkpoint."""
-        return self.conversion.read(name.removeprefix(OURS)).to(device=parameter.device, dtype=parameter.dtype)
+        return self.conversion.read(name.removeprefix(OURS)).to(
+            device=parameter.device, dtype=parameter.dtype
+        )
 
     @torch.no_grad()
     def finish(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Sets buffers, and checks that packing and splitting documents does not change results. All ranks must call it.
+        """Sets buffers, and checks that packing and splitting documents does not change results.
+        All ranks must call it.
 
         Raises HuggingFaceError naming the reason if results change.
         """
         self._fill_buffers(device)
         self._device = device
-        with torch.compiler.set_stance("force_eager"):  # compiling for these calls too would exceed the recompilation limit
+        # Compiling for these calls too would exceed the recompilation limit.
+        with torch.compiler.set_stance("force_eager"):
             self.kinds = check_packed(self.hf, self._as_transformers, dtype)
             self._choose_head(dtype)
 
     def _fill_buffers(self, device: torch.device) -> None:
-        """Reads persistent buffers from the checkpoint; transformers computes the others, if all else is marked initialized."""
+        """Reads persistent buffers from the checkpoint; transformers computes the others, if all
+        else is marked initialized."""
         saved = self.hf.state_dict()
         for name, buffer in self.hf.named_buffers():
             if name in saved:
@@ -173,14 +199,20 @@ class TransformersModel(Model):
         self.hf._initialize_missing_keys(False)
 
     def _as_transformers(
-        self, input_ids: torch.Tensor, use_cache: bool, ring_attention: Any, position_ids: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        use_cache: bool,
+        ring_attention: Any,
+        position_ids: torch.Tensor | None = None,
     ) -> Any:
-        """Calls this model with the signature of transformers, through the forward that gathers sharded weights."""
+        """Calls this model with the signature of transformers, through the forward that gathers
+        sharded weights."""
         positions = None if position_ids is None else position_ids[0]
         return SimpleNamespace(logits=self(input_ids[0], positions, ring_attention)[None])
 
     def _choose_head(self, dtype: torch.dtype) -> None:
-        """Sets `plain_head` if logits are, bit by bit, hidden states times a matrix; else transformers' forward computes them.
+        """Sets `plain_head` if logits are, bit by bit, hidden states times a matrix; else
+        transformers' forward computes them.
 
         Raises HuggingFaceError if transformers' forward needs more than the last hidden states.
         """
@@ -189,16 +221,21 @@ class TransformersModel(Model):
         def compare(hidden: torch.Tensor, logits: Any) -> torch.Tensor:
             weight = getattr(self.hf.get_output_embeddings(), "weight", None)
             larger = 16 * hidden  # large enough for bounds and scales to show
-            plain.append(weight is not None and torch.equal(F.linear(larger, weight), logits(larger)))
+            plain.append(
+                weight is not None and torch.equal(F.linear(larger, weight), logits(larger))
+            )
             return logits(hidden)  # type: ignore[no-any-return]
 
         self.plain_head = False
         places = torch.arange(PROBED, device=self._device)
         inputs = places % self.hf.get_input_embeddings().num_embeddings, places, Alone()
         theirs, ours = self(*inputs), self(*inputs, compare)
-        if not torch.allclose(theirs.float(), ours.float(), rtol=1e-3 if dtype == torch.float32 else 0.1, atol=1e-3):
+        if not torch.allclose(
+            theirs.float(), ours.float(), rtol=1e-3 if dtype == torch.float32 else 0.1, atol=1e-3
+        ):
             raise HuggingFaceError(
-                f"{name} computes its logits from more than the last hidden states, so its loss cannot be computed in chunks: "
+                f"{name} computes its logits from more than the last hidden states, so its loss "
+                "cannot be computed in chunks: "
                 "it cannot be trained here"
             )
         self.plain_head = all(plain)
@@ -211,7 +248,9 @@ class TransformersModel(Model):
         return [[OURS + name for name in group] for group in self.conversion.groups()]
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return self.conversion.tensors({name.removeprefix(OURS): weight for name, weight in weights.items()})
+        return self.conversion.tensors(
+            {name.removeprefix(OURS): weight for name, weight in weights.items()}
+        )
 
     def describe(self) -> dict[str, Any]:
         return {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}
@@ -219,10 +258,17 @@ class TransformersModel(Model):
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         ours, theirs = self.describe()["transformers"], described.get("transformers")
         if theirs is None:
-            return ["it was trained by the native decoder, not by transformers' own code (see model.implementation)"]
+            return [
+                "it was trained by the native decoder, not by transformers' own code (see "
+                "model.implementation)"
+            ]
         if "lora" in described:
             return [f"it has LoRA adapters: set lora.rank to {described['lora']['rank']}"]
-        ours, theirs, ignored = _flat(ours), _flat(theirs), {"transformers_version", "_name_or_path"}
+        ours, theirs, ignored = (
+            _flat(ours),
+            _flat(theirs),
+            {"transformers_version", "_name_or_path"},
+        )
         return [
             f"{key} is {ours.get(key)!r}, was {theirs.get(key)!r}"
             for key in sorted({*ours, *theirs} - ignored)
@@ -231,7 +277,8 @@ class TransformersModel(Model):
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a described config, those of its text model by their own names where the config has none."""
+    """Returns the settings of a described config, those of its text model by their own names where
+    the config has none."""
     text = config.get("text_config") or {}
     of_text = {f"text_config.{key}" if key in config else key: value for key, value in text.items()}
     return {key: value for key, value in config.items() if key != "text_config"} | of_text
@@ -244,7 +291,9 @@ class _Given(nn.Module):
         super().__init__()
         self.out = _Out(hidden)
         # Some forwards read numbers of their base model, such as Falcon-H1's multiplier of logits.
-        vars(self).update({name: value for name, value in vars(base).items() if isinstance(value, float)})
+        vars(self).update(
+            {name: value for name, value in vars(base).items() if isinstance(value, float)}
+        )
 
     def forward(self, *_: Any, **__: Any) -> "_Out":
         return self.out
@@ -255,7 +304,8 @@ class _Given(nn.Module):
 
 
 class _Out:
-    """Output of a base model as needed for logits: hidden states [1, tokens, hidden], and None for everything else."""
+    """Output of a base model as needed for logits: hidden states [1, tokens, hidden], and None for
+    everything else."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -268,12 +318,17 @@ class _Out:
 
 
 def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = ()) -> CheckpointFiles:
-    """Opens a checkpoint (see `CheckpointFiles`); weights that its config ties and its files tell apart are not tied.
+    """Opens a checkpoint (see `CheckpointFiles`); weights that its config ties and its files tell
+    apart are not tied.
 
-    Transformers decides the same for every pair of tied weights. Raises PretrainedError if only some pairs differ.
+    Transformers decides the same for every pair of tied weights. Raises PretrainedError if only
+    some pairs differ.
     """
     files = replace(CheckpointFiles.open(source), rope=rope)
-    ties = any(getattr(config, "tie_word_embeddings", False) for config in (files.config, files.config.get_text_config()))
+    ties = any(
+        getattr(config, "tie_word_embeddings", False)
+        for config in (files.config, files.config.get_text_config())
+    )
     if not ties or not files.has_values:
         return files
     try:
@@ -284,47 +339,67 @@ def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = ()) -> Chec
     different = conversion.different()
     if different and different != list(conversion.tied):
         raise PretrainedError(
-            f"{files.folder} ties {', '.join(conversion.tied)} to other weights, but has other values for only some "
-            f"({', '.join(different)}): save the model again with all of them tied, or with tie_word_embeddings false"
+            f"{files.folder} ties {', '.join(conversion.tied)} to other weights, but has other "
+            "values for only some "
+            f"({', '.join(different)}): save the model again with all of them tied, or with "
+            "tie_word_embeddings false"
         )
     return replace(files, untied=bool(different))
 
 
 def with_entries(files: CheckpointFiles, entries: int) -> CheckpointFiles:
-    """Returns the checkpoint with entries added to its vocabulary until there are `entries`; as it is if it has as many."""
+    """Returns the checkpoint with entries added to its vocabulary until there are `entries`; as it
+    is if it has as many."""
     added = entries - int(files.config.get_text_config().vocab_size)
     if added <= 0:
         return files
     with torch.device("meta"):
         twin = _build(files)
-    ends = [module for module in (twin.get_input_embeddings(), twin.get_output_embeddings()) if module is not None]
+    ends = [
+        module
+        for module in (twin.get_input_embeddings(), twin.get_output_embeddings())
+        if module is not None
+    ]
     names = [name for name, module in twin.named_modules() if any(module is end for end in ends)]
     sources = Conversion(twin, files).sources
-    return replace(files, added=added, vocabulary=frozenset(stored for name in names for stored in sources.get(name, [])))
+    return replace(
+        files,
+        added=added,
+        vocabulary=frozenset(stored for name in names for stored in sources.get(name, [])),
+    )
 
 
 def _build(files: CheckpointFiles) -> Any:
-    """Builds a checkpoint's model in float32, on torch's default device. Raises PretrainedError if it cannot be trained."""
+    """Builds a checkpoint's model in float32, on torch's default device. Raises PretrainedError if
+    it cannot be trained."""
     config = deepcopy(files.config)
     if getattr(config, "quantization_config", None) is not None:
         raise PretrainedError(
-            f"{files.folder} has quantized weights, which cannot be trained: load, dequantize() and save it with transformers"
+            f"{files.folder} has quantized weights, which cannot be trained: load, dequantize() "
+            "and save it with transformers"
         )
     if getattr(config.get_text_config(), "zero_expert_num", 0):
         raise PretrainedError(
-            f"{files.folder} has experts without parameters: on a rank whose tokens use only these, other experts have no "
+            f"{files.folder} has experts without parameters: on a rank whose tokens use only "
+            "these, other experts have no "
             "gradient, which FSDP2 cannot reduce; it cannot be trained here"
         )
     try:
         model = _class_of(config).from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
         raise PretrainedError(
-            f"transformers cannot build a causal language model from {files.folder}: {brief(error)}{_elsewhere(config)}"
+            f"transformers cannot build a causal language model from {files.folder}: "
+            f"{brief(error)}{_elsewhere(config)}"
         ) from error
     if {getattr(module, "is_causal", None) for module in model.modules()} - {None} == {False}:
-        raise PretrainedError(f"{type(model).__name__} is an encoder, whose tokens see later ones{ENCODERS}")
+        raise PretrainedError(
+            f"{type(model).__name__} is an encoder, whose tokens see later ones{ENCODERS}"
+        )
     if model.base_model is model:
-        raise PretrainedError(f"{type(model).__name__} has no base model that returns hidden states: it cannot be trained here")
+        raise PretrainedError(
+            f"{type(model).__name__} has no base model that returns hidden states: it cannot be "
+            "trained here"
+        )
     return model
 
 
@@ -340,25 +415,40 @@ def _elsewhere(config: Any) -> str:
     from transformers.models.auto import modeling_auto
 
     if config.model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        return "; encoder-decoders are trained inside Seq2SeqTrainer, by dynamic_context_parallel (docs/trainers.md)"
+        return (
+            "; encoder-decoders are trained inside Seq2SeqTrainer, by dynamic_context_parallel "
+            "(docs/trainers.md)"
+        )
     return ENCODERS if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES else ""
 
 
 def block_name(hf: Any) -> str:
-    """Returns the name of the list of blocks: as many as the config has layers, if possible of a class that is never split.
+    """Returns the name of the list of blocks: as many as the config has layers, if possible of a
+    class that is never split.
 
     If no list has that length, the one with the most parameters.
     """
     count, whole = hf.config.get_text_config().num_hidden_layers, set(hf._no_split_modules or ())
     lists: dict[str, nn.ModuleList] = {
-        name: module for name, module in hf.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+        name: module
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
     }
     if (found := text_model(hf)) is not None:
         lists = {name: module for name, module in lists.items() if name.startswith(f"{found[0]}.")}
-    known = {name: blocks for name, blocks in lists.items() if all(type(block).__name__ in whole for block in blocks)}
+    known = {
+        name: blocks
+        for name, blocks in lists.items()
+        if all(type(block).__name__ in whole for block in blocks)
+    }
     for name, blocks in [*known.items(), *lists.items()]:
         if len(blocks) == count:
             return name
     if not lists:
-        raise PretrainedError(f"{type(hf).__name__} has no list of blocks that could be sharded: it cannot be trained here")
-    return max(known or lists, key=lambda name: sum(weight.numel() for weight in lists[name].parameters()))
+        raise PretrainedError(
+            f"{type(hf).__name__} has no list of blocks that could be sharded: it cannot be "
+            "trained here"
+        )
+    return max(
+        known or lists, key=lambda name: sum(weight.numel() for weight in lists[name].parameters())
+    )

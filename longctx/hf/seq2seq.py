@@ -1,7 +1,9 @@
-"""Ring attention for encoder-decoders of `transformers`, such as T5Gemma; `longctx.hf.attention` calls it for them.
+"""Ring attention for encoder-decoders of `transformers`, such as T5Gemma; `longctx.hf.attention`
+calls it for them.
 
-Three attentions of a micro-batch replace those of the model: of the source in both directions, of the target to earlier tokens,
-and of the target to its source. Which layer has which is seen in a run with sources and targets of different lengths.
+Three attentions of a micro-batch replace those of the model: of the source in both directions, of
+the target to earlier tokens, and of the target to its source. Which layer has which is seen in a
+run with sources and targets of different lengths.
 """
 
 from collections.abc import Callable
@@ -41,12 +43,15 @@ class ByRole:
 
 
 class _FindRoles:
-    """Replaces `ByRole`: gives every attention its role, by the number of queries and keys, and returns zeros."""
+    """Replaces `ByRole`: gives every attention its role, by the number of queries and keys, and
+    returns zeros."""
 
     def __init__(self) -> None:
         self.found: set[Role] = set()
 
-    def see(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def see(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         roles: dict[tuple[int, int], Role] = {
             (SOURCE_TOKENS, SOURCE_TOKENS): "encoder",
             (TARGET_TOKENS, TARGET_TOKENS): "decoder",
@@ -55,7 +60,8 @@ class _FindRoles:
         role = roles.get((query.shape[2], key.shape[2]))
         if role is None or getattr(module, ROLE, role) != role:
             raise HuggingFaceError(
-                f"{type(module).__name__} attends to tokens of the source and of the target in one call: encoder-decoders are "
+                f"{type(module).__name__} attends to tokens of the source and of the target in one "
+                "call: encoder-decoders are "
                 "supported only if each attention has keys of one of them, as in T5Gemma"
             )
         setattr(module, ROLE, role)
@@ -80,22 +86,26 @@ def attend_by_role(
     name = type(module).__name__
     if position_bias is not None:
         raise HuggingFaceError(
-            f"{name} adds a bias by relative position to the scores, as in T5, which no attention kernel here supports: use an "
+            f"{name} adds a bias by relative position to the scores, as in T5, which no attention "
+            "kernel here supports: use an "
             "encoder-decoder with rotary positions, such as T5Gemma"
         )
     if others.get("decoder_position_ids") is not None:
         raise HuggingFaceError(
-            f"{name} is of a model whose decoder takes no decoder_position_ids and counts positions in the row, unlike in "
+            f"{name} is of a model whose decoder takes no decoder_position_ids and counts "
+            "positions in the row, unlike in "
             "packed documents: use an encoder-decoder with rotary positions, such as T5Gemma"
         )
     if isinstance(ring_attention, _FindRoles):
         return ring_attention.see(module, query, key, value), None
     role: Role | None = getattr(module, ROLE, None)
     if role is None or ring_attention is None:
-        return attend(module, query, key, value, attention_mask, causal=role == "decoder", **others)  # raises an error
+        # Raises an error.
+        return attend(module, query, key, value, attention_mask, causal=role == "decoder", **others)
     window = getattr(attention_mask, "window", None)
     if role != "decoder" and window is not None and sliding_window == window - 1:
-        sliding_window = None  # counts the tokens on one side; the mask, whose window includes the token itself, decides
+        # Counts the tokens on one side; the mask, whose window includes the token itself, decides.
+        sliding_window = None
     return attend(
         module,
         query,
@@ -109,11 +119,18 @@ def attend_by_role(
     )
 
 
-def attention_inputs(tokens: torch.Tensor, positions: torch.Tensor | None, source: torch.Tensor, source_positions: Any) -> Any:
-    """Returns keyword arguments of a model for tokens of the target and of the source, each [1, tokens]."""
+def attention_inputs(
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+    source: torch.Tensor,
+    source_positions: Any,
+) -> Any:
+    """Returns keyword arguments of a model for tokens of the target and of the source, each [1,
+    tokens]."""
     inputs = {
         "input_ids": source,
-        "attention_mask": torch.ones_like(source),  # otherwise T5Gemma hides tokens with the id of padding
+        # Otherwise T5Gemma hides tokens with the id of padding.
+        "attention_mask": torch.ones_like(source),
         "decoder_input_ids": tokens,
         "decoder_attention_mask": torch.ones_like(tokens),
         "use_cache": False,
@@ -131,30 +148,37 @@ class _Seq2SeqProbe(Probe):
         tokens = ids.unsqueeze(0)
         places = None if positions is None else positions.to(self.device).unsqueeze(0)
         inputs = attention_inputs(tokens, places, tokens, places)
-        return run_checked(self.call, self.name, **{"ring_attention": Alone(), **inputs, **arguments})
+        return run_checked(
+            self.call, self.name, **{"ring_attention": Alone(), **inputs, **arguments}
+        )
 
 
 def find_roles(model: Any) -> None:
-    """Gives every attention of a model its role, by a run on a few tokens; the model may be on the meta device.
+    """Gives every attention of a model its role, by a run on a few tokens; the model may be on the
+    meta device.
 
     Raises HuggingFaceError if an attention has no role, or the model does not run so.
     """
     finder, name = _FindRoles(), type(model).__name__
     embedding = model.get_input_embeddings()
-    ids = torch.arange(TARGET_TOKENS, device=embedding.weight.device).unsqueeze(0) % entries_of(embedding)
+    ids = torch.arange(TARGET_TOKENS, device=embedding.weight.device).unsqueeze(0) % entries_of(
+        embedding
+    )
     places = torch.arange(TARGET_TOKENS, device=ids.device).unsqueeze(0)
     inputs = attention_inputs(ids, places, ids[:, :SOURCE_TOKENS], places[:, :SOURCE_TOKENS])
     run_checked(model, name, **inputs, ring_attention=finder)
     missing = set(ROLES) - finder.found
     if missing:
         raise HuggingFaceError(
-            f"{name} computes attention ({', '.join(sorted(missing))}) outside transformers' attention interface, so "
+            f"{name} computes attention ({', '.join(sorted(missing))}) outside transformers' "
+            "attention interface, so "
             "documents in one row would see each other: this model is not supported"
         )
 
 
 def check_seq2seq(model: Any) -> None:
-    """Raises HuggingFaceError unless only attention mixes tokens, and the loss is the sum over the given labels.
+    """Raises HuggingFaceError unless only attention mixes tokens, and the loss is the sum over the
+    given labels.
 
     Gives every attention its role. Runs the model six times on a few tokens without gradients.
     """

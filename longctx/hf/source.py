@@ -40,27 +40,39 @@ class ModelSource(Protocol):
         """Raises UserError if the model does not support documents of `longest` tokens."""
 
     def build(self, layers: Collection[int] | None = None) -> "Model":
-        """Builds the model, or only `layers` of it, on torch's default device; values are set later (`Model.initial_value`)."""
+        """Builds the model, or only `layers` of it, on torch's default device; values are set later
+        (`Model.initial_value`)."""
 
 
 def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
-    """Returns the log lines on a run's model, requested as `name` (None: new weights), and its longest document."""
+    """Returns the log lines on a run's model, requested as `name` (None: new weights), and its
+    longest document."""
     if isinstance(source, NewDecoder):
         return [*_few_entries(source.spec), *_no_export(source.shape)]
     lines = [f"{name}: {source.said}"] if source.said else []
     if source.files is not None and source.files.added:
         lines.append(
-            f"{name}: {source.files.added:,} entries are added to the embedding and an untied head, each the mean of the others"
+            f"{name}: {source.files.added:,} entries are added to the embedding and an untied "
+            "head, each the mean of the others"
         )
     if unused := source.unused:
         tensors = f"{len(unused):,} tensors" if len(unused) > 1 else "1 tensor"
         named = ", ".join(unused[:3]) + ", .." * (len(unused) > 3)
-        lines.append(f"{name}: the model does not use {tensors} of this checkpoint, and exports will lack them: {named}")
-    limit = None if source.files is None else getattr(source.files.config.get_text_config(), "max_position_embeddings", None)
+        lines.append(
+            f"{name}: the model does not use {tensors} of this checkpoint, and exports will lack "
+            f"them: {named}"
+        )
+    limit = (
+        None
+        if source.files is None
+        else getattr(source.files.config.get_text_config(), "max_position_embeddings", None)
+    )
     if limit and longest > limit and source.files is not None and not source.files.rope:
         lines.append(
-            f"{name}: documents have up to {longest:,} tokens, and the checkpoint is made for {limit:,} "
-            "(max_position_embeddings): extend it by model.rope_scaling and model.rope_factor, or by model.rope_theta, or "
+            f"{name}: documents have up to {longest:,} tokens, and the checkpoint is made for "
+            f"{limit:,} "
+            "(max_position_embeddings): extend it by model.rope_scaling and model.rope_factor, or "
+            "by model.rope_theta, or "
             "set data.max_length"
         )
     return lines
@@ -72,13 +84,15 @@ def _few_entries(spec: ModelSpec) -> list[str]:
     if entries is None or entries >= FEW_ENTRIES or spec.parameters <= MANY_PARAMETERS:
         return []
     return [
-        f"warning: the tokenizer of the store has {entries:,} entries, few for {spec.parameters / 1e9:.1f}B "
+        f"warning: the tokenizer of the store has {entries:,} entries, few for "
+        f"{spec.parameters / 1e9:.1f}B "
         "parameters: prepare the data by that of such a model (longctx prepare --tokenizer)"
     ]
 
 
 def _no_export(shape: ModelShape) -> list[str]:
-    """Returns a warning if a new model cannot be exported, as no family of transformers has its shape."""
+    """Returns a warning if a new model cannot be exported, as no family of transformers has its
+    shape."""
     if importlib.util.find_spec("transformers") is None:
         return []
     from longctx.model.families import expressed
@@ -118,7 +132,10 @@ Rope = tuple[tuple[str, Any], ...]
 
 FEW_ENTRIES, MANY_PARAMETERS = 16_384, 500_000_000
 """Entries of a vocabulary that are few for a new model of so many parameters."""
-UNSPLIT = "set parallel.tensor_parallel_size, parallel.pipeline_parallel_size and parallel.expert_parallel_size to 1"
+UNSPLIT = (
+    "set parallel.tensor_parallel_size, parallel.pipeline_parallel_size and "
+    "parallel.expert_parallel_size to 1"
+)
 
 
 FolderState = tuple[tuple[str, int, int, int], ...]
@@ -128,7 +145,8 @@ FolderState = tuple[tuple[str, int, int, int], ...]
 def state_of(source: str) -> FolderState:
     """Returns what changes with the files of a checkpoint's folder; nothing of a name on the hub.
 
-    A source that is read once is kept as long as its files stay as they are: settings ask for it again and again.
+    A source that is read once is kept as long as its files stay as they are: settings ask for it
+    again and again.
     """
     folder = Path(source)
     files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
@@ -136,17 +154,22 @@ def state_of(source: str) -> FolderState:
     return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
-def pretrained(source: str, rope: Rope, implementation: str, split: bool, entries: int = 0) -> ModelSource:
-    """Returns the checkpoint in a folder or on the hub, run by transformers' own code or the native decoder.
+def pretrained(
+    source: str, rope: Rope, implementation: str, split: bool, entries: int = 0
+) -> ModelSource:
+    """Returns the checkpoint in a folder or on the hub, run by transformers' own code or the native
+    decoder.
 
-    `split`: whether matrices or layers are split over ranks; `entries`: entries up to which its vocabulary is extended.
-    Raises PretrainedError if the checkpoint cannot be used.
+    `split`: whether matrices or layers are split over ranks; `entries`: entries up to which its
+    vocabulary is extended. Raises PretrainedError if the checkpoint cannot be used.
     """
     return _pretrained(source, state_of(source), rope, implementation, split, entries)
 
 
 @lru_cache(maxsize=64)
-def _pretrained(source: str, state: FolderState, rope: Rope, implementation: str, split: bool, entries: int) -> ModelSource:
+def _pretrained(
+    source: str, state: FolderState, rope: Rope, implementation: str, split: bool, entries: int
+) -> ModelSource:
     from longctx.hf.model import open_checkpoint, with_entries
     from longctx.model.checkpoint_files import PretrainedError
     from longctx.model.pretrained_decoder import NativeSource
@@ -154,18 +177,26 @@ def _pretrained(source: str, state: FolderState, rope: Rope, implementation: str
     files = with_entries(open_checkpoint(source, rope), entries)
     why = "as model.implementation says"
     if implementation == "auto":
-        why = "as matrices, layers or experts are split" if split else "as matrices, layers and experts are not split"
+        why = (
+            "as matrices, layers or experts are split"
+            if split
+            else "as matrices, layers and experts are not split"
+        )
         why += " over ranks"
     if implementation == "transformers" and split:
         raise PretrainedError(
-            f"transformers' own code cannot split a model over ranks: {UNSPLIT}, or choose model.implementation native"
+            f"transformers' own code cannot split a model over ranks: {UNSPLIT}, or choose "
+            "model.implementation native"
         )
     if implementation == "transformers" or (implementation == "auto" and not split):
         return transformers_source(files, f"transformers' own code runs it, {why}")
     try:
         return NativeSource(files, f"the native decoder runs it, {why}")
     except NoNativeModel as error:
-        ways = " and ".join(["choose model.implementation transformers"] * (implementation == "native") + [UNSPLIT] * split)
+        ways = " and ".join(
+            ["choose model.implementation transformers"] * (implementation == "native")
+            + [UNSPLIT] * split
+        )
         raise PretrainedError(f"the native decoder cannot run {source}: {error}; {ways}") from error
 
 
@@ -177,7 +208,8 @@ def transformers_source(files: "CheckpointFiles", said: str = "") -> ModelSource
 
 
 def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
-    """Returns a checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`.
+    """Returns a checkpoint with adapters, run by transformers' own code; frozen weights are kept in
+    `dtype`.
 
     Raises PretrainedError if the checkpoint cannot be used, LoraError if peft is not installed.
     """
@@ -199,4 +231,9 @@ def adapted_source(files: "CheckpointFiles", lora: Lora, dtype: str) -> ModelSou
 
     from longctx.hf.lora import AdaptedSource
 
-    return AdaptedSource(files, "transformers' own code runs it, as LoRA requires", lora=lora, dtype=getattr(torch, dtype))
+    return AdaptedSource(
+        files,
+        "transformers' own code runs it, as LoRA requires",
+        lora=lora,
+        dtype=getattr(torch, dtype),
+    )

@@ -22,22 +22,29 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
-"""Names in configs of the number of experts, the experts per token, the width of an expert, and the width of an MLP."""
+"""Names in configs of the number of experts, the experts per token, the width of an expert, and the
+width of an MLP."""
 
 
 def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelSpec:
     """Returns the sizes of a model, from its parameters and its config."""
     config = hf.config.get_text_config()
-    by_layer = getattr(config, "per_layer_config", ())  # layers may have other sizes than the config
+    # Layers may have other sizes than the config.
+    by_layer = getattr(config, "per_layer_config", ())
     layers = tuple(map(_layer_spec, itertools.chain(by_layer, itertools.repeat(config)), blocks))
     windows = _windows(config)
     if not causal:  # the window of an encoder's config leaves out the token itself
         windows = [None if window is None else window + 1 for window in windows]
     if len(windows) == len(layers):
-        layers = tuple(replace(layer, window=window) for layer, window in zip(layers, windows, strict=True))
+        layers = tuple(
+            replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)
+        )
     if linear_layers(hf):
         kinds = getattr(config, "layer_types", None) or ()
-        layers = tuple(replace(layer, attends=kind not in WITHOUT_ATTENTION) for layer, kind in zip(layers, kinds, strict=True))
+        layers = tuple(
+            replace(layer, attends=kind not in WITHOUT_ATTENTION)
+            for layer, kind in zip(layers, kinds, strict=True)
+        )
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     return ModelSpec(
         layers=layers,
@@ -52,7 +59,8 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelS
 def spec_of_seq2seq(hf: Any) -> ModelSpec:
     """Returns the sizes of an encoder-decoder: blocks of the encoder, then of the decoder."""
     encoder, decoder = hf.get_encoder(), hf.get_decoder()
-    windows = [None if window is None else window + 1 for window in _windows(encoder.config)]  # leaves out the token itself
+    # Leaves out the token itself.
+    windows = [None if window is None else window + 1 for window in _windows(encoder.config)]
     read, written = [], []
     for block, window in zip(encoder.layers, windows, strict=True):
         read.append(replace(_layer_spec(encoder.config, block), window=window))
@@ -70,38 +78,55 @@ def spec_of_seq2seq(hf: Any) -> ModelSpec:
         encoder_layers=len(read),
     )
     whole = sum(parameter.numel() for parameter in hf.parameters())
-    return replace(spec, encoder_root_parameters=whole - spec.parameters)  # the encoder's embedding and last norm
+    # The encoder's embedding and last norm.
+    return replace(spec, encoder_root_parameters=whole - spec.parameters)
 
 
 def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
-    """Returns the sizes of a block; experts that a token does not use count as parameters, not as operations."""
+    """Returns the sizes of a block; experts that a token does not use count as parameters, not as
+    operations."""
     experts, chosen = (_first(config, names) or 1 for names in (EXPERTS, CHOSEN))
     parameters = [weight for name, weight in block.named_parameters() if LORA not in name]
-    heads = _first(config, ("num_attention_heads", "num_heads"))  # the latter of models that have only linear attention
+    # The latter of models that have only linear attention.
+    heads = _first(config, ("num_attention_heads", "num_heads"))
     assert heads is not None
-    kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
-    if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys, of another size than values
-        kv_heads, head_dim = heads, (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
+    kv_heads, head_dim = (
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None),
+    )
+    # Latent attention: every head has its own keys, of another size than values.
+    if getattr(config, "kv_lora_rank", None):
+        kv_heads, head_dim = (
+            heads,
+            (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2,
+        )
     width = _first(config, WIDTHS) or 4 * config.hidden_size
     if any(map(stacks_experts, block.parameters())):  # blocks without experts may come first
         width = (_first(config, EXPERT_WIDTHS) or width) * chosen
     linear = linear_layers(block)
-    scans = [_scan(each, linear_costs(each, kind, config.hidden_size)) for each, kind in linear.items()]
+    scans = [
+        _scan(each, linear_costs(each, kind, config.hidden_size)) for each, kind in linear.items()
+    ]
     return LayerSpec(
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim or config.hidden_size // heads,
         intermediate_size=width,
-        matrices=tuple(_matrix(weight, experts, chosen) for weight in parameters if weight.dim() > 1),
+        matrices=tuple(
+            _matrix(weight, experts, chosen) for weight in parameters if weight.dim() > 1
+        ),
         vectors=sum(weight.numel() for weight in parameters if weight.dim() == 1),
         scan=scans[0] if scans else None,
-        latent=next((_latent(config, layer) for layer in block.modules() if has_latents(layer)), NO_LATENT),
+        latent=next(
+            (_latent(config, layer) for layer in block.modules() if has_latents(layer)), NO_LATENT
+        ),
     )
 
 
 def _matrix(weight: torch.Tensor, experts: int, chosen: int) -> Matrix:
-    """Returns a weight as a matrix, or as those of stacked experts; fewer than the router's are those that all tokens use."""
+    """Returns a weight as a matrix, or as those of stacked experts; fewer than the router's are
+    those that all tokens use."""
     if not stacks_experts(weight):
         return matrix_of(weight)
     count, rows, columns = weight.shape
@@ -109,25 +134,38 @@ def _matrix(weight: torch.Tensor, experts: int, chosen: int) -> Matrix:
 
 
 def matrix_of(weight: torch.Tensor, role: Role = "own") -> Matrix:
-    """Returns a weight as one matrix; scalars and vectors too, and what a sharded model left here no value of."""
+    """Returns a weight as one matrix; scalars and vectors too, and what a sharded model left here
+    no value of."""
     rows = weight.shape[0] if weight.dim() else 1
     return Matrix(rows, weight.numel() // max(1, rows), role=role)
 
 
 def _of_source(matrices: Sequence[Matrix], keys: tuple[int, int]) -> tuple[Matrix, ...]:
-    """Gives the K and V matrices [keys, width of the encoder] of a decoder's cross-attention their role, by their size."""
-    found = [number for number, matrix in enumerate(matrices) if (matrix.rows, matrix.columns) == keys][-2:]
-    return tuple(replace(matrix, role="source") if number in found else matrix for number, matrix in enumerate(matrices))
+    """Gives the K and V matrices [keys, width of the encoder] of a decoder's cross-attention their
+    role, by their size."""
+    found = [
+        number for number, matrix in enumerate(matrices) if (matrix.rows, matrix.columns) == keys
+    ][-2:]
+    return tuple(
+        replace(matrix, role="source") if number in found else matrix
+        for number, matrix in enumerate(matrices)
+    )
 
 
 def _latent(config: Any, layer: nn.Module) -> Latent:
-    parameters = sum(parameter.numel() for part in used_parts(layer) for parameter in part.parameters())
+    parameters = sum(
+        parameter.numel() for part in used_parts(layer) for parameter in part.parameters()
+    )
     key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return Latent(config.kv_lora_rank + config.qk_rope_head_dim, parameters, key_dim, config.v_head_dim)
+    return Latent(
+        config.kv_lora_rank + config.qk_rope_head_dim, parameters, key_dim, config.v_head_dim
+    )
 
 
 def _scan(layer: nn.Module, costs: LinearCosts) -> Scan:
-    return Scan(state_size(layer), costs.scan, costs.split, has_delta_rule(layer), costs.kept, costs.working)
+    return Scan(
+        state_size(layer), costs.scan, costs.split, has_delta_rule(layer), costs.kept, costs.working
+    )
 
 
 def _first(config: Any, names: Iterable[str]) -> int | None:
@@ -138,5 +176,8 @@ def _first(config: Any, names: Iterable[str]) -> int | None:
 def _windows(config: Any) -> list[int | None]:
     """Returns the attention window of every layer, from the config; None: no window."""
     count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * count
+    )
     return [window if kind == "sliding_attention" else None for kind in kinds]

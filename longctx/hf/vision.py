@@ -1,7 +1,8 @@
 """Vision: the encoder of images (tower) of a vision-language model of transformers, run by itself.
 
-Some ranks of a document encode its images; the features travel to the ranks that hold the image's tokens, where transformers'
-own forward puts them in the places of the embeddings (and, of Qwen3-VL, adds more of them after the first layers).
+Some ranks of a document encode its images; the features travel to the ranks that hold the image's
+tokens, where transformers' own forward puts them in the places of the embeddings (and, of Qwen3-VL,
+adds more of them after the first layers).
 """
 
 import math
@@ -56,10 +57,12 @@ class Images:
     """Images of a micro-batch, from the view of one rank.
 
     Attributes:
-        pixels: what the image processor makes of the images that this rank encodes, at least one, as arguments of the tower.
-        share: sends features [tokens of these images, ..] to the ranks that hold the tokens; returns those of the image tokens
+        pixels: what the image processor makes of the images that this rank encodes, at least one,
+        as arguments of the tower. share: sends features [tokens of these images, ..] to the ranks
+        that hold the tokens; returns those of the image tokens
             of this rank, in the order of its buffer. Collective; gradients travel back.
-        rows: those of these features that are of images ("image") and of videos ("video"), as indices on the device, as the
+        rows: those of these features that are of images ("image") and of videos ("video"), as
+        indices on the device, as the
             host would wait for a mask; kinds that this rank has.
     """
 
@@ -74,7 +77,8 @@ def is_vision(hf: Any) -> bool:
 
 
 def video_token(hf: Any) -> int | None:
-    """Returns the token that stands for videos in a model of transformers; None if it reads none."""
+    """Returns the token that stands for videos in a model of transformers; None if it reads
+    none."""
     return getattr(hf.config, "video_token_id", None)
 
 
@@ -87,7 +91,11 @@ def class_of(model_type: str) -> str:
 
     reads_images = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     alone = model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return VISION_CLASS if model_type in VISION_FAMILIES or (reads_images and alone) else "AutoModelForCausalLM"
+    return (
+        VISION_CLASS
+        if model_type in VISION_FAMILIES or (reads_images and alone)
+        else "AutoModelForCausalLM"
+    )
 
 
 def class_of_checkpoint(folder: Path) -> str:
@@ -96,16 +104,21 @@ def class_of_checkpoint(folder: Path) -> str:
 
 
 def text_model(hf: Any) -> tuple[str, nn.Module] | None:
-    """Returns the language model inside a model that has other parts, as encoders of images, and its name; None without any."""
+    """Returns the language model inside a model that has other parts, as encoders of images, and
+    its name; None without any."""
     if hf.base_model is hf or hf.config.is_encoder_decoder:
         return None
     decoder = hf.get_decoder()
-    name = next((name for name, module in hf.base_model.named_modules() if module is decoder and name), None)
+    name = next(
+        (name for name, module in hf.base_model.named_modules() if module is decoder and name), None
+    )
     return None if name is None else (f"{hf.base_model_prefix}.{name}", decoder)
 
 
 def tower_of(hf: Any) -> nn.Module:
-    tower: nn.Module = next(getattr(hf.base_model, name) for name in TOWERS if hasattr(hf.base_model, name))
+    tower: nn.Module = next(
+        getattr(hf.base_model, name) for name in TOWERS if hasattr(hf.base_model, name)
+    )
     return tower
 
 
@@ -116,12 +129,17 @@ def tower_blocks(hf: Any) -> Sequence[nn.Module]:
 
 
 def blocks_outside(hf: Any) -> list[nn.Module]:
-    """Returns the blocks of all encoders beside the language model: the modules of the longest list of each part."""
+    """Returns the blocks of all encoders beside the language model: the modules of the longest list
+    of each part."""
     found = text_model(hf)
-    parts = [] if found is None else [part for part in hf.base_model.children() if part is not found[1]]
+    parts = (
+        [] if found is None else [part for part in hf.base_model.children() if part is not found[1]]
+    )
     blocks = list[nn.Module]()
     for part in parts:
-        lists: list[list[nn.Module]] = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
+        lists: list[list[nn.Module]] = [
+            list(module) for module in part.modules() if isinstance(module, nn.ModuleList)
+        ]
         longest: list[nn.Module] = max(lists, key=len, default=[])
         blocks += longest
     return blocks
@@ -132,7 +150,11 @@ def weights_of_images(hf: Any) -> list[nn.Parameter]:
     found = text_model(hf)
     if found is None:
         return []
-    of_text = {id(weight) for module in (found[1], hf.get_output_embeddings()) for weight in module.parameters()}
+    of_text = {
+        id(weight)
+        for module in (found[1], hf.get_output_embeddings())
+        for weight in module.parameters()
+    }
     return [weight for weight in hf.parameters() if id(weight) not in of_text]
 
 
@@ -141,34 +163,54 @@ def tokens_of_image(hf: Any) -> int:
     config, vision = hf.config, hf.config.vision_config
     first = any(name.endswith("class_embedding") for name, _ in tower_of(hf).named_parameters())
     patches = (vision.image_size // vision.patch_size) ** 2 + first
-    return int(getattr(config, "mm_tokens_per_image", 0) or patches - (config.vision_feature_select_strategy == "default"))
+    return int(
+        getattr(config, "mm_tokens_per_image", 0)
+        or patches - (config.vision_feature_select_strategy == "default")
+    )
 
 
 def tower_sizes(hf: Any) -> tuple[int, int]:
-    """Returns the parameters outside of the language model, and the values that they keep for a token of an image."""
+    """Returns the parameters outside of the language model, and the values that they keep for a
+    token of an image."""
     parameters = sum(weight.numel() for weight in weights_of_images(hf))
     blocks, config, vision = tower_blocks(hf), hf.config, hf.config.vision_config
-    linear = (module for block in blocks for module in block.modules() if isinstance(module, nn.Linear))
+    linear = (
+        module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)
+    )
     values = sum(module.in_features + module.out_features for module in linear)
     patches = getattr(vision, "spatial_merge_size", 1) ** 2
     if patches > 1:  # RoPE in float32, and copies per image
         values += 6 * len(blocks) * (getattr(vision, "embed_dim", None) or vision.hidden_size)
     if tokens := getattr(config, "mm_tokens_per_image", None):
         patches = (vision.image_size // vision.patch_size) ** 2 // tokens
-    features = (1 + len(getattr(vision, "deepstack_visual_indexes", ()))) * config.get_text_config().hidden_size
+    features = (
+        1 + len(getattr(vision, "deepstack_visual_indexes", ()))
+    ) * config.get_text_config().hidden_size
     return parameters, patches * values + 2 * features
 
 
 def tower_spec(hf: Any) -> TowerSpec:
-    """Returns the sizes of the tower and of what projects its features, from which its work is counted."""
+    """Returns the sizes of the tower and of what projects its features, from which its work is
+    counted."""
     blocks, config, vision = tower_blocks(hf), hf.config, hf.config.vision_config
     of_blocks, of_text = (
-        {id(weight) for module in part for weight in module.parameters()} for part in (blocks, [hf.base_model.language_model])
+        {id(weight) for module in part for weight in module.parameters()}
+        for part in (blocks, [hf.base_model.language_model])
     )
-    tables = {id(module.weight) for module in hf.base_model.modules() if isinstance(module, nn.Embedding)}
-    outside = [weight for weight in hf.base_model.parameters() if id(weight) not in of_blocks | of_text | tables]
-    full, used = getattr(vision, "fullatt_block_indexes", None), getattr(config, "vision_feature_layer", len(blocks))
-    states = [state % (len(blocks) + 1) for state in ([used] if isinstance(used, int) else used)]  # before and after blocks
+    tables = {
+        id(module.weight) for module in hf.base_model.modules() if isinstance(module, nn.Embedding)
+    }
+    outside = [
+        weight
+        for weight in hf.base_model.parameters()
+        if id(weight) not in of_blocks | of_text | tables
+    ]
+    full, used = (
+        getattr(vision, "fullatt_block_indexes", None),
+        getattr(config, "vision_feature_layer", len(blocks)),
+    )
+    # Before and after blocks.
+    states = [state % (len(blocks) + 1) for state in ([used] if isinstance(used, int) else used)]
     merged = hasattr(vision, "spatial_merge_size")
     return TowerSpec(
         patch_weights=sum(weight.numel() for weight in outside if weight.dim() > 3),
@@ -179,7 +221,9 @@ def tower_spec(hf: Any) -> TowerSpec:
         windowed=0 if full is None else len(blocks) - len(full),
         unused=len(blocks) - max(states),
         merge=getattr(vision, "spatial_merge_size", 1),
-        window=0 if full is None else vision.window_size // vision.spatial_merge_size // vision.patch_size,
+        window=0
+        if full is None
+        else vision.window_size // vision.spatial_merge_size // vision.patch_size,
         patches=None if merged else (vision.image_size // vision.patch_size) ** 2,
         more=sum(name.endswith("class_embedding") for name, _ in tower_of(hf).named_parameters()),
     )
@@ -195,14 +239,17 @@ def with_tower(spec: ModelSpec, hf: Any) -> ModelSpec:
 
 @contextmanager
 def encoded(hf: Any, images: Images) -> Iterator[dict[str, Any] | None]:
-    """Encodes this rank's images and frames. Yields what transformers' forward takes for the image tokens of this rank; None if
-    it has none. Collective.
+    """Encodes this rank's images and frames. Yields what transformers' forward takes for the image
+    tokens of this rank; None if it has none. Collective.
 
-    Inside, a zero made of the features is added to all embeddings: so on every rank the same layers have a backward, which
-    exchanges gradients, and features have one after it, whichever weights are trained.
+    Inside, a zero made of the features is added to all embeddings: so on every rank the same layers
+    have a backward, which exchanges gradients, and features have one after it, whichever weights
+    are trained.
     """
     outputs, zero = _encode(hf, images)
-    hook = hf.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded + zero.to(embedded.dtype))
+    hook = hf.get_input_embeddings().register_forward_hook(
+        lambda _, __, embedded: embedded + zero.to(embedded.dtype)
+    )
     try:
         yield outputs
     finally:
@@ -220,19 +267,25 @@ def _encode(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tenso
     for kind, rows in images.rows.items():
         first, *others = features[rows].unbind(1)
         pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
-        found[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])
+        found[kind] = SimpleNamespace(
+            pooler_output=pooled, deepstack_features=[[part] for part in others]
+        )
     return found, zero
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the features [tokens, hidden] of all images."""
-    return features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
+    return (
+        features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
+    )
 
 
 def image_positions(hf: Any, length: int, places: Sequence[ImagePlace]) -> torch.Tensor | None:
-    """Returns the positions [axes, length] of a document whose images, and pairs of frames, are at `places`.
+    """Returns the positions [axes, length] of a document whose images, and pairs of frames, are at
+    `places`.
 
-    They are those that the model's own code computes; None if a token's position is its place in the document.
+    They are those that the model's own code computes; None if a token's position is its place in
+    the document.
     """
     model = hf.base_model
     if not hasattr(model, "get_rope_index"):
@@ -253,6 +306,8 @@ def image_positions(hf: Any, length: int, places: Sequence[ImagePlace]) -> torch
         end = start + tokens if rate else -1
     grids = [torch.tensor(kind, dtype=torch.int64) if kind else None for kind in (images, videos)]
     options = {"second_per_grid_ts": torch.tensor(seconds)} if videos else {}
-    positions, _ = model.get_rope_index(torch.zeros(1, length, dtype=torch.int64), kinds, *grids, **options)
+    positions, _ = model.get_rope_index(
+        torch.zeros(1, length, dtype=torch.int64), kinds, *grids, **options
+    )
     found: torch.Tensor = positions[:, 0]
     return found

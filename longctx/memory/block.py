@@ -1,4 +1,5 @@
-"""Ledger of a block: the tensors that it keeps from forward to backward, and which modes of recomputation keep each of them."""
+"""Ledger of a block: the tensors that it keeps from forward to backward, and which modes of
+recomputation keep each of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,8 +15,9 @@ MATRICES = ("norms",)
 AROUND_ATTENTION = (*MATRICES, "mlp")
 OPERATORS = (*AROUND_ATTENTION, "selective")
 INPUT = (*OPERATORS, "full")
-"""Modes that keep: everything (none); outputs of matrices that others recompute (norms); also what surrounds attention (mlp);
-also attention's own results (selective); and the block's input, which every mode but none keeps."""
+"""Modes that keep: everything (none); outputs of matrices that others recompute (norms); also what
+surrounds attention (mlp); also attention's own results (selective); and the block's input, which
+every mode but none keeps."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,10 @@ class Entry:
     """One line of the ledger.
 
     Attributes:
-        part: part of the block that keeps the tensor: attention, its swap of heads for tokens, or MLP.
-        kept_by: modes of recomputation that keep it from forward to backward (see `longctx.parallel.recompute`).
-        spared: bytes of further tensors that recomputation frees or does not make, because this one is kept.
+        part: part of the block that keeps the tensor: attention, its swap of heads for tokens, or
+        MLP. kept_by: modes of recomputation that keep it from forward to backward (see
+        `longctx.parallel.recompute`). spared: bytes of further tensors that recomputation frees or
+        does not make, because this one is kept.
     """
 
     part: str
@@ -36,13 +39,14 @@ class Entry:
 
 
 class BlockMemory:
-    """Bytes of the tensors of one block on a rank; `entries` is the ledger, without received K and V.
+    """Bytes of the tensors of one block on a rank; `entries` is the ledger, without received K and
+    V.
 
     Attributes:
-        element_bytes: bytes of an element in the compute dtype.
-        whole_norms: whether a norm is one operation, which keeps only its input.
-        normed: output of a norm, gathered for tensor-parallel matrices.
-        norm: kept by a norm: its input; if it is composed of simple float32 operations also the normalized input, which the
+        element_bytes: bytes of an element in the compute dtype. whole_norms: whether a norm is one
+        operation, which keeps only its input. normed: output of a norm, gathered for
+        tensor-parallel matrices. norm: kept by a norm: its input; if it is composed of simple
+        float32 operations also the normalized input, which the
             weight gradient needs.
         queries: Q, and also the output of attention.
         kv_row, keys: K and V of one token, and of all tokens on the rank.
@@ -54,23 +58,36 @@ class BlockMemory:
         swapped_share: share of rows whose heads are swapped for tokens (Ulysses).
     """
 
-    def __init__(self, spec: ModelSpec, config: Config, layer: LayerSpec, load: Load, fused: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, config: Config, layer: LayerSpec, load: Load, fused: bool
+    ) -> None:
         self.layer, self.train, self.tokens = layer, config.train, load.tokens
-        self.tensor_ranks, self.element_bytes = config.parallel.tensor_parallel_size, ELEMENT_BYTES[config.dtype]
+        self.tensor_ranks, self.element_bytes = (
+            config.parallel.tensor_parallel_size,
+            ELEMENT_BYTES[config.dtype],
+        )
         self.whole_norms = fused
         self.stream = self._size(spec.hidden_size)
         self.normed = self.stream * self.tensor_ranks
-        self.norm_bytes = self.element_bytes if self.whole_norms else FLOAT32 if spec.adapted else 2 * FLOAT32
+        self.norm_bytes = (
+            self.element_bytes if self.whole_norms else FLOAT32 if spec.adapted else 2 * FLOAT32
+        )
         self.norm = self._size(spec.hidden_size, self.norm_bytes)
         self.queries = self._size(layer.num_attention_heads * layer.head_dim)
-        self.kv_row = 2 * layer.num_key_value_heads * layer.head_dim * self.element_bytes // self.tensor_ranks
+        self.kv_row = (
+            2 * layer.num_key_value_heads * layer.head_dim * self.element_bytes // self.tensor_ranks
+        )
         self.sent_row = layer.sent_values(self.tensor_ranks) * self.element_bytes
         self.keys = self.kv_row * load.tokens
         self.swapped_keys = self.keys * load.kv_copies
         self.log_sum_exp = self._size(layer.num_attention_heads, FLOAT32)
         # Experts that are split over ranks may get more tokens than their even share.
-        sends_tokens = layer.experts > 0 and config.parallel.expert_parallel_size * self.tensor_ranks > 1
-        at_once = round(load.tokens * config.parallel.expert_max_load) if sends_tokens else load.tokens
+        sends_tokens = (
+            layer.experts > 0 and config.parallel.expert_parallel_size * self.tensor_ranks > 1
+        )
+        at_once = (
+            round(load.tokens * config.parallel.expert_max_load) if sends_tokens else load.tokens
+        )
         at_once = min(self.train.mlp_tile_tokens or at_once, at_once)
         in_turns = layer.routed_size or layer.intermediate_size
         self.turn = at_once * in_turns * self.element_bytes // self.tensor_ranks
@@ -83,11 +100,20 @@ class BlockMemory:
         offloaded = fused and self.train.offload_activations
         self.prefetched = self.stream if offloaded else 0
         """The input of the block that backward comes to next."""
-        block_input = Entry("attention", "input of the block", 0 if offloaded else self.stream, INPUT, spared)
-        self.entries = (block_input, *self._attention(), *self._cross(load.source), *self._swap(), *self._mlp())
+        block_input = Entry(
+            "attention", "input of the block", 0 if offloaded else self.stream, INPUT, spared
+        )
+        self.entries = (
+            block_input,
+            *self._attention(),
+            *self._cross(load.source),
+            *self._swap(),
+            *self._mlp(),
+        )
 
     def _size(self, values: int, element_bytes: int | None = None) -> int:
-        """Returns the bytes of a tensor with `values` values per token on all tensor ranks together."""
+        """Returns the bytes of a tensor with `values` values per token on all tensor ranks
+        together."""
         return self.tokens * values * (element_bytes or self.element_bytes) // self.tensor_ranks
 
     def _attention(self) -> Iterator[Entry]:
@@ -95,7 +121,9 @@ class BlockMemory:
         yield Entry("attention", "output of the norm", self.normed, NONE)
         # Modes that keep products are assumed to keep all, which is too much.
         if (scan := self.layer.scan) is not None:
-            yield Entry("attention", "linear attention", self.tokens * scan.kept, NONE + AROUND_ATTENTION)
+            yield Entry(
+                "attention", "linear attention", self.tokens * scan.kept, NONE + AROUND_ATTENTION
+            )
         if not self.layer.attends:
             return
         yield Entry("attention", "Q", self.queries, NONE + AROUND_ATTENTION)
@@ -103,14 +131,28 @@ class BlockMemory:
         yield Entry("attention", "output of attention", self.queries, NONE + OPERATORS)
         yield Entry("attention", "log-sum-exp", self.log_sum_exp, NONE + OPERATORS)
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
-        yield Entry("attention", "further norms", self._size(self.layer.attention_norms, self.norm_bytes), NONE)
-        yield Entry("attention", "of adapters", self.tokens * self.layer.adapter_width * self.element_bytes, NONE)
+        yield Entry(
+            "attention",
+            "further norms",
+            self._size(self.layer.attention_norms, self.norm_bytes),
+            NONE,
+        )
+        yield Entry(
+            "attention",
+            "of adapters",
+            self.tokens * self.layer.adapter_width * self.element_bytes,
+            NONE,
+        )
 
     def _cross(self, source: int) -> Iterator[Entry]:
-        """Yields what cross-attention keeps: as much as the other attention, but K and V of the source."""
+        """Yields what cross-attention keeps: as much as the other attention, but K and V of the
+        source."""
         if self.layer.source_parameters:
             keys = self.kv_row * source
-            yield from (replace(each, size=keys) if each.name == "K and V" else each for each in self._attention())
+            yield from (
+                replace(each, size=keys) if each.name == "K and V" else each
+                for each in self._attention()
+            )
 
     def _swap(self) -> Iterator[Entry]:
         if not self.swapped_share:
@@ -120,18 +162,34 @@ class BlockMemory:
             swapped = self.queries + self.swapped_keys
             yield Entry("swap", "swapped Q, K and V", swapped, OPERATORS, spared=swapped)
         else:  # attention runs twice
-            second = round(self.swapped_share * (2 * self.queries + self.swapped_keys + self.log_sum_exp))
-            yield Entry("swap", "Q, K, V, output and log-sum-exp of the second run", second, NONE + OPERATORS)
+            second = round(
+                self.swapped_share * (2 * self.queries + self.swapped_keys + self.log_sum_exp)
+            )
+            yield Entry(
+                "swap",
+                "Q, K, V, output and log-sum-exp of the second run",
+                second,
+                NONE + OPERATORS,
+            )
 
     def _mlp(self) -> Iterator[Entry]:
         tiled = self.train.mlp_tile_tokens is not None
         outputs = 2 * (self.mlp - self.turn if tiled else self.mlp)
         yield Entry("mlp", "input of the norm", self.norm, NONE)
         yield Entry("mlp", "output of the norm", self.normed, NONE)
-        yield Entry("mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES)
+        yield Entry(
+            "mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES
+        )
         yield Entry("mlp", "activations, and their products with a gate", outputs, NONE)
-        yield Entry("mlp", "logits and scores of the router", self._size(3 * self.layer.experts, FLOAT32), NONE)
-        yield Entry("mlp", "outputs of experts, for the gradients of their weights", self.routed, NONE)
+        yield Entry(
+            "mlp",
+            "logits and scores of the router",
+            self._size(3 * self.layer.experts, FLOAT32),
+            NONE,
+        )
+        yield Entry(
+            "mlp", "outputs of experts, for the gradients of their weights", self.routed, NONE
+        )
         if not tiled:
             last = self.routed_at_once or self.normed
             yield Entry("mlp", "rows into experts", self.routed_at_once, NONE)
@@ -145,9 +203,17 @@ class BlockMemory:
 
     def kept(self, mode: str, part: str | None = None) -> int:
         """Returns the bytes that a mode of recomputation keeps, in all parts or in one."""
-        return sum(entry.size for entry in self.entries if mode in entry.kept_by and part in (None, entry.part))
+        return sum(
+            entry.size
+            for entry in self.entries
+            if mode in entry.kept_by and part in (None, entry.part)
+        )
 
     def recomputed(self, mode: str) -> int:
         """Returns the bytes that recomputation in a mode adds to what forward kept."""
-        added = sum(entry.size for entry in self.entries if "none" in entry.kept_by and mode not in entry.kept_by)
+        added = sum(
+            entry.size
+            for entry in self.entries
+            if "none" in entry.kept_by and mode not in entry.kept_by
+        )
         return added - sum(entry.spared for entry in self.entries if mode in entry.kept_by)

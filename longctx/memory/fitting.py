@@ -1,7 +1,9 @@
-"""Checks whether a run fits into the memory of its ranks, and finds the cheapest change of settings that would make it fit.
+"""Checks whether a run fits into the memory of its ranks, and finds the cheapest change of settings
+that would make it fit.
 
-The estimate is compared with all available memory, without a margin for what it does not count (see `model`): a run that is
-refused could not work, but a run that barely fits may still run out of memory.
+The estimate is compared with all available memory, without a margin for what it does not count (see
+`model`): a run that is refused could not work, but a run that barely fits may still run out of
+memory.
 """
 
 import math
@@ -28,7 +30,8 @@ from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
 ROOM = 0.9
-"""Share of the available memory that `train.fit_memory` fills by estimate, which does not count everything."""
+"""Share of the available memory that `train.fit_memory` fills by estimate, which does not count
+everything."""
 Settings = dict[str, Any]
 """New values by dotted name."""
 
@@ -56,7 +59,11 @@ def savings(config: Config) -> list[tuple[str, Any]]:
         ("train.offload_optimizer", True),
     )
     config = config.changed({"context.keep_kv": bool(config.context.keep_kv)})
-    present = {change[0]: place for place, change in enumerate(known) if config.changed({change[0]: change[1]}) == config}
+    present = {
+        change[0]: place
+        for place, change in enumerate(known)
+        if config.changed({change[0]: change[1]}) == config
+    }
     return [change for place, change in enumerate(known) if place > present.get(change[0], -1)]
 
 
@@ -65,9 +72,8 @@ class RunMemory:
     """Peak memory of a run on `ranks` processes, by its settings.
 
     Attributes:
-        spec: sizes of the model.
-        store: its documents, of which the first steps count; None: a full rank with the longest document.
-        fused: whether ranks are GPUs, with fused operations.
+        spec: sizes of the model. store: its documents, of which the first steps count; None: a full
+        rank with the longest document. fused: whether ranks are GPUs, with fused operations.
     """
 
     spec: ModelSpec
@@ -94,23 +100,33 @@ class RunMemory:
         return fits(self.spec, config, self.ranks, loads, available, fused=self.fused)
 
     def available(self, config: Config) -> tuple[int | None, str]:
-        """Returns the bytes that each rank has, None if unknown, and of what; GPUs that are not here are the profile's."""
+        """Returns the bytes that each rank has, None if unknown, and of what; GPUs that are not
+        here are the profile's."""
         device, gpu = own_device(config)
         if device.type == "cuda" and gpu is None:
-            _, described = read_described(config.context.profile or default_profile(device.type, gpu))
-            known = None if described is None or described.memory_gb is None else int(1e9 * described.memory_gb)
+            _, described = read_described(
+                config.context.profile or default_profile(device.type, gpu)
+            )
+            known = (
+                None
+                if described is None or described.memory_gb is None
+                else int(1e9 * described.memory_gb)
+            )
             return known, (described and described.gpu) or "GPU"
         return available_bytes(device, self.ranks), gpu or "rank, if all are on this machine"
 
     def may_change(self, config: Config) -> bool:
-        """Returns whether settings may be changed so that the run fits: `train.fit_memory`, or else its default."""
+        """Returns whether settings may be changed so that the run fits: `train.fit_memory`, or else
+        its default."""
         return self.fused if config.train.fit_memory is None else config.train.fit_memory
 
     def fitted(self, config: Config, available: int) -> Config:
-        """Returns settings with which the run fits at the least cost in time, for `train.fit_memory`.
+        """Returns settings with which the run fits at the least cost in time, for
+        `train.fit_memory`.
 
-        They need at most ROOM of `available` bytes per rank by estimate, or else at most all of it; if none do, nothing
-        changes. Received K and V are kept if that fits, unless the settings say otherwise.
+        They need at most ROOM of `available` bytes per rank by estimate, or else at most all of it;
+        if none do, nothing changes. Received K and V are kept if that fits, unless the settings say
+        otherwise.
         """
         keeping, room = config.changed({"context.keep_kv": True}), int(ROOM * available)
         if config.context.keep_kv is None and self.fits(keeping, room, self.loads(keeping)):
@@ -126,12 +142,18 @@ class RunMemory:
         return config
 
     def as_fitted(self, config: Config) -> Config:
-        """Returns the settings that a run with known memory would have by `train.fit_memory`; the same if that is off."""
+        """Returns the settings that a run with known memory would have by `train.fit_memory`; the
+        same if that is off."""
         available = self.available(config)[0]
-        return self.fitted(config, available) if available is not None and self.may_change(config) else config
+        return (
+            self.fitted(config, available)
+            if available is not None and self.may_change(config)
+            else config
+        )
 
     def choices(self, config: Config) -> Iterator[tuple[Settings, Memory]]:
-        """Yields every valid combination of recomputation, kept K and V and resharding with its peak, fastest first."""
+        """Yields every valid combination of recomputation, kept K and V and resharding with its
+        peak, fastest first."""
         for recompute in RECOMPUTE_MODES:
             for keep_kv in (True, False):
                 times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
@@ -140,22 +162,35 @@ class RunMemory:
                     values = {**times, "parallel.reshard_after": reshard_after}
                     tried = config.changed(values)
                     if not broken_rules(tried, self.ranks):
-                        yield values, estimate(self.spec, tried, self.ranks, candidates, fused=self.fused)
+                        yield (
+                            values,
+                            estimate(self.spec, tried, self.ranks, candidates, fused=self.fused),
+                        )
 
-    def cheapest_change(self, config: Config, available: int, keep: Sequence[str] = ()) -> Settings | None:
-        """Returns the cheapest valid change that makes the run fit into `available` bytes per rank, or None.
+    def cheapest_change(
+        self, config: Config, available: int, keep: Sequence[str] = ()
+    ) -> Settings | None:
+        """Returns the cheapest valid change that makes the run fit into `available` bytes per rank,
+        or None.
 
         Settings named in `keep` do not change.
 
-        This is the cheapest single change that is enough. Otherwise it is the set whose most expensive change is cheapest,
-        then whose second most expensive one is, and so on; none of its changes could be left out.
+        This is the cheapest single change that is enough. Otherwise it is the set whose most
+        expensive change is cheapest, then whose second most expensive one is, and so on; none of
+        its changes could be left out.
         """
         planned: dict[tuple[object, ...], Sequence[Load]] = {}
         for change in _sets([saving for saving in savings(config) if saving[0] not in keep]):
             tried = config.changed(change)
             context = tried.context
-            # Loads depend on no other setting that changes; the last two change modelled times, and so the plans.
-            key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute
+            # Loads depend on no other setting that changes; the last two change modelled times, and
+            # so the plans.
+            key = (
+                context.max_remote_tokens,
+                context.two_level_exchange,
+                context.keep_kv,
+                tried.train.recompute,
+            )
             if key not in planned:
                 planned[key] = self.loads(tried)
             if self.fits(tried, available, planned[key]) and not broken_rules(tried, self.ranks):
@@ -163,27 +198,39 @@ class RunMemory:
         return None
 
     def refuse_too_large(self, config: Config, available: int | None) -> None:
-        """Raises DoesNotFit, with the cheapest change that would fit, if the peak exceeds `available` bytes (None: unknown)."""
+        """Raises DoesNotFit, with the cheapest change that would fit, if the peak exceeds
+        `available` bytes (None: unknown)."""
         if available is None or (memory := self.peak(config)).total <= available:
             return
         largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
-        parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest)
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest
+        )
         raise DoesNotFit(
-            f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; largest parts: {parts}), but "
-            f"only {format_bytes(available)} is available: {self.way_out(config, available)}. `longctx estimate --all` shows "
+            f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; "
+            f"largest parts: {parts}), but "
+            f"only {format_bytes(available)} is available: {self.way_out(config, available)}. "
+            "`longctx estimate --all` shows "
             "all choices; leave room for what it does not count: libraries and fragmentation"
         )
 
     def way_out(self, config: Config, available: int) -> str:
-        """Returns the cheapest change that would fit into `available` bytes per rank, or that there is none, in words."""
+        """Returns the cheapest change that would fit into `available` bytes per rank, or that there
+        is none, in words."""
         change = self.cheapest_change(config, available)
         if change is None:
-            return "no memory setting saves enough: lower batch.tokens_per_rank, start more processes, or use a smaller model"
-        return f"the cheapest change that would fit is {' '.join(as_override(*setting) for setting in change.items())}"
+            return (
+                "no memory setting saves enough: lower batch.tokens_per_rank, start more "
+                "processes, or use a smaller model"
+            )
+        return (
+            "the cheapest change that would fit is "
+            f"{' '.join(as_override(*setting) for setting in change.items())}"
+        )
 
     def verdict(self, config: Config, changes: str, memory: Memory) -> list[str]:
-        """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`, and the `changes` that the
-        run makes by `train.fit_memory`, or those that it needs."""
+        """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`,
+        and the `changes` that the run makes by `train.fit_memory`, or those that it needs."""
         available, of = self.available(config)
         peak, at = format_bytes(memory.total), f"(at: {memory.moment})"
         if available is None:
@@ -191,15 +238,21 @@ class RunMemory:
         fits = memory.total <= available
         if not fits and not changes:
             changes = self.way_out(config, available)
-        said = f"{'fits' if fits else 'does not fit'}: {peak} of {format_bytes(available)} per {of} {at}"
+        said = (
+            f"{'fits' if fits else 'does not fit'}: {peak} of {format_bytes(available)} per "
+            f"{of} {at}"
+        )
         return [said, *([changes] if changes else [])]
 
 
 def check_memory(run: Run) -> None:
-    """Raises DoesNotFit for a run whose settings may not change; those of others are known when all ranks have joined."""
+    """Raises DoesNotFit for a run whose settings may not change; those of others are known when all
+    ranks have joined."""
     memory = RunMemory.of(run)
     if not memory.may_change(run.config):
-        memory.refuse_too_large(run.config, available_bytes(run.device, run.launch.local_world_size))
+        memory.refuse_too_large(
+            run.config, available_bytes(run.device, run.launch.local_world_size)
+        )
 
 
 def fitted_run(run: Run, mesh: Mesh) -> Run:
@@ -211,7 +264,8 @@ def fitted_run(run: Run, mesh: Mesh) -> Run:
     if not memory.may_change(run.config):
         return run
     available = available_bytes(run.device, run.launch.local_world_size)
-    least = min(mesh.gather_objects(math.inf if available is None else available))  # all ranks decide the same
+    # All ranks decide the same.
+    least = min(mesh.gather_objects(math.inf if available is None else available))
     if math.isinf(least):
         return run
     config = memory.fitted(run.config, int(least))
@@ -225,7 +279,8 @@ def as_override(name: str, value: object) -> str:
 
 
 def changes_between(before: Config, after: Config) -> str:
-    """Returns a line on the settings that `fitted` changed, as overrides; empty if there are none."""
+    """Returns a line on the settings that `fitted` changed, as overrides; empty if there are
+    none."""
     old, new = before.model_dump(), after.model_dump()
     changes = [
         as_override(f"{section}.{key}", value)
@@ -237,7 +292,8 @@ def changes_between(before: Config, after: Config) -> str:
 
 
 def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
-    """Yields every change alone, then every set, as binary numbers whose highest digit is the most expensive change."""
+    """Yields every change alone, then every set, as binary numbers whose highest digit is the most
+    expensive change."""
     yield from ({name: value} for name, value in known)
     for number in range(1, 1 << len(known)):
         chosen = [change for digit, change in enumerate(known) if number >> digit & 1]
@@ -247,7 +303,8 @@ def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
 
 
 def available_bytes(device: torch.device, local_ranks: int) -> int | None:
-    """Returns the memory that a rank can use: all of its GPU, or its share of the machine's free memory; None if unknown."""
+    """Returns the memory that a rank can use: all of its GPU, or its share of the machine's free
+    memory; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     free = free_bytes()

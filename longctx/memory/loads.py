@@ -1,4 +1,5 @@
-"""Loads: the rows that plans place on every rank and move between ranks, using the exchange rounds of the real schedules."""
+"""Loads: the rows that plans place on every rank and move between ranks, using the exchange rounds
+of the real schedules."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -25,14 +26,13 @@ class Load:
     """Rows (tokens) that a rank holds, receives and sends in a micro-batch.
 
     Attributes:
-        remote: rows of K and V received from other ranks, over all exchange rounds.
-        sent: rows of K and V sent to other ranks; a row sent to two ranks counts twice.
-        held: maximum remote rows of consecutive exchange rounds that are in memory at once.
-        fullest: remote rows of the largest round, which is the most that a kernel works on at a time.
-        swapped: rows of documents whose heads are swapped for tokens (Ulysses).
-        kv_copies: ranks that have a copy of each KV head of these rows.
-        source: rows of `tokens` that an encoder reads.
-        first: whether this is the first micro-batch of the step, before which there are no gradients.
+        remote: rows of K and V received from other ranks, over all exchange rounds. sent: rows of K
+        and V sent to other ranks; a row sent to two ranks counts twice. held: maximum remote rows
+        of consecutive exchange rounds that are in memory at once. fullest: remote rows of the
+        largest round, which is the most that a kernel works on at a time. swapped: rows of
+        documents whose heads are swapped for tokens (Ulysses). kv_copies: ranks that have a copy of
+        each KV head of these rows. source: rows of `tokens` that an encoder reads. first: whether
+        this is the first micro-batch of the step, before which there are no gradients.
     """
 
     tokens: int
@@ -48,16 +48,22 @@ class Load:
 
 
 def loads(plans: Iterable[Plan], config: Config) -> set[Load]:
-    """Returns the loads of all ranks in all micro-batches of `plans`, with the exchange settings of `config.context`."""
+    """Returns the loads of all ranks in all micro-batches of `plans`, with the exchange settings of
+    `config.context`."""
     return {
-        load for plan in plans for number in range(len(plan.micro_batches)) for load in micro_batch_loads(plan, number, config)
+        load
+        for plan in plans
+        for number in range(len(plan.micro_batches))
+        for load in micro_batch_loads(plan, number, config)
     }
 
 
 def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = None) -> set[Load]:
-    """Returns the loads of full ranks with a share of the longest document only; for estimates without a store.
+    """Returns the loads of full ranks with a share of the longest document only; for estimates
+    without a store.
 
-    Includes the ranks of the ring that receive and send the most. `profile` overrides the configured one for the node size.
+    Includes the ranks of the ring that receive and send the most. `profile` overrides the
+    configured one for the node size.
     """
     budget, context, domain = config.batch.tokens_per_rank, config.context, config.domain(ranks)
     degree = context.degree if context.mode == "static" else None
@@ -76,7 +82,9 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
         profile=profile or run_profile(config, ranks).profile,
     )
     count = max(1, config.batch.global_tokens // (budget * domain))
-    first_loads = [replace(load, micro_batches=count, first=count == 1) for load in loads([plan], config)]
+    first_loads = [
+        replace(load, micro_batches=count, first=count == 1) for load in loads([plan], config)
+    ]
     return {
         max(first_loads, key=lambda load: (load.tokens, load.remote)),
         max(first_loads, key=lambda load: (load.tokens, load.sent)),
@@ -88,7 +96,9 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
     spec = config.model_source().spec
     swapping = config.context.ulysses_degree
-    copies = max(1, swapping * config.parallel.tensor_parallel_size // spec.largest_layer.num_key_value_heads)
+    copies = max(
+        1, swapping * config.parallel.tensor_parallel_size // spec.largest_layer.num_key_value_heads
+    )
     tokens, swapped, sources = np.zeros((3, plan.ranks), dtype=np.int64)
     most = max(placement.rounds for placement in plan.micro_batches[number])
     sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, most + 1))
@@ -96,8 +106,11 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
         length, degree = plan.lengths[placement.document], placement.degree
         ring = slice(placement.first_rank, placement.first_rank + degree)
         tokens[ring] += largest_shard(length, degree)
-        sources[ring] += largest_shard(plan.sources[placement.document], degree) if plan.sources else 0
-        # With Ulysses degree u there are u rings of chunks u times as long, with 1/u of the width per row, or a whole KV head.
+        sources[ring] += (
+            largest_shard(plan.sources[placement.document], degree) if plan.sources else 0
+        )
+        # With Ulysses degree u there are u rings of chunks u times as long, with 1/u of the width
+        # per row, or a whole KV head.
         rings = swapping if swaps_heads(length, placement.first_rank, degree, swapping) else 1
         if rings > 1:
             swapped[ring] += largest_shard(length, degree)
@@ -107,7 +120,8 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             rows = length / (2 * degree) * (copies if rings > 1 else 1)
             received[members, : placement.rounds + 1] += chunks[0] * rows
             sent[members] += chunks[1] * rows
-    # One round is computed while the next one is in flight; with two levels, so is the first hop of the round after that.
+    # One round is computed while the next one is in flight; with two levels, so is the first hop of
+    # the round after that.
     at_once = min(3 if per_node else 2, received.shape[1])
     held = sliding_window_view(received, at_once, axis=1).sum(axis=-1).max(axis=1)
     for rank in range(plan.ranks):
@@ -126,7 +140,8 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
 
 
 def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -> tuple[int, ...]:
-    """Returns the number of ring members on each node, by ring index; empty if rows go directly from rank to rank."""
+    """Returns the number of ring members on each node, by ring index; empty if rows go directly
+    from rank to rank."""
     if per_node is None:
         return ()
     changes = np.flatnonzero(np.diff(members // per_node)) + 1
@@ -136,17 +151,20 @@ def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -
 
 @lru_cache(maxsize=64)
 def _exchanged_chunks(degree: int, nodes: tuple[int, ...], rounds: int) -> tuple[Floats, Floats]:
-    """Returns the chunks that each ring index receives in each round [degree, rounds + 1] and sends in total [degree].
+    """Returns the chunks that each ring index receives in each round [degree, rounds + 1] and sends
+    in total [degree].
 
-    Follows `longctx.attention.ring_schedule` with a causal mask. Relayed rows count as sent by their owner, which gives the
-    same sum over a ring.
+    Follows `longctx.attention.ring_schedule` with a causal mask. Relayed rows count as sent by
+    their owner, which gives the same sum over a ring.
     """
     target, source = np.meshgrid(np.arange(degree), np.arange(degree), indexing="ij")
     chunks = np.where(source < target, 1.0, 2.0) * (source != target)
     if nodes:
         node = np.repeat(np.arange(len(nodes)), nodes)
         later = [rounds_between(distance, len(nodes), rounds) for distance in range(1, len(nodes))]
-        rounds_of_parts = np.array([[0] * len(later[0]), *later])[(node[target] - node[source]) % len(nodes)]
+        rounds_of_parts = np.array([[0] * len(later[0]), *later])[
+            (node[target] - node[source]) % len(nodes)
+        ]
     else:
         later = [[round_of(distance, degree, rounds)] for distance in range(1, degree)]
         rounds_of_parts = np.array([[0], *later])[(target - source) % degree]

@@ -1,8 +1,9 @@
 """Memory model: peak memory per rank in bytes, by purpose.
 
-Few moments of a step can be the peak: the loss, the backward of the last block, the end of backward and the optimizer. Each is
-summed up from the tensors that autograd, FSDP2 and ring attention keep. A test compares the largest with the allocator's peak
-on CPUs. Not counted: the process and its libraries, and fragmentation.
+Few moments of a step can be the peak: the loss, the backward of the last block, the end of backward
+and the optimizer. Each is summed up from the tensors that autograd, FSDP2 and ring attention keep.
+A test compares the largest with the allocator's peak on CPUs. Not counted: the process and its
+libraries, and fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,13 @@ class Memory:
     """Peak memory of a rank in bytes: the parts at one `moment` of a step, and their sum `total`.
 
     Attributes:
-        parameters: shard of the weights, in float32; those frozen by LoRA in the compute dtype, or quantized.
-        optimizer: shard of the optimizer state.
-        gathered_weights: weights gathered from all shards, in the compute dtype, or quantized.
-        gradients: whole gradients until they are reduced, then a shard.
-        activations: tensors kept from forward for backward.
-        remote_kv: K and V received from other ranks, copies sent to them, and gradients of both in backward.
-        working: temporary tensors of one block in backward, with the workspace of its attention kernel and the largest
+        parameters: shard of the weights, in float32; those frozen by LoRA in the compute dtype, or
+        quantized. optimizer: shard of the optimizer state. gathered_weights: weights gathered from
+        all shards, in the compute dtype, or quantized. gradients: whole gradients until they are
+        reduced, then a shard. activations: tensors kept from forward for backward. remote_kv: K and
+        V received from other ranks, copies sent to them, and gradients of both in backward.
+        working: temporary tensors of one block in backward, with the workspace of its attention
+        kernel and the largest
             quantized matrix, expanded; or of the optimizer for its largest parameter.
         logits: one chunk of the loss.
         pipeline: receive buffers, and activations of further micro-batches in flight.
@@ -60,22 +61,40 @@ class Memory:
         return {**asdict(self), "total": self.total}
 
 
-def estimate(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], *, fused: bool) -> Memory:
-    """Estimates peak memory on the fullest of `ranks` processes under any of the loads; `fused`: CUDA's fused operations."""
+def estimate(
+    spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], *, fused: bool
+) -> Memory:
+    """Estimates peak memory on the fullest of `ranks` processes under any of the loads; `fused`:
+    CUDA's fused operations."""
     return max(_moments(spec, config, ranks, candidates, fused), key=lambda memory: memory.total)
 
 
-def fits(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], available: int, *, fused: bool) -> bool:
-    """Returns whether an `estimate` would be at most `available` bytes; stops at the first moment that exceeds it."""
-    return all(memory.total <= available for memory in _moments(spec, config, ranks, candidates, fused))
+def fits(
+    spec: ModelSpec,
+    config: Config,
+    ranks: int,
+    candidates: Sequence[Load],
+    available: int,
+    *,
+    fused: bool,
+) -> bool:
+    """Returns whether an `estimate` would be at most `available` bytes; stops at the first moment
+    that exceeds it."""
+    return all(
+        memory.total <= available for memory in _moments(spec, config, ranks, candidates, fused)
+    )
 
 
-def _moments(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], fused: bool) -> Iterator[Memory]:
+def _moments(
+    spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], fused: bool
+) -> Iterator[Memory]:
     device = outside_allocator(config, ranks) if fused else 0
     for load in candidates:
         parts = [(rank, False) for rank in range(config.parallel.pipeline_parallel_size)]
         for pipeline_rank, in_encoder in parts + [(0, True)] * bool(spec.encoder_layers):
-            for moment in RankMemory(spec, config, ranks, load, fused, pipeline_rank, in_encoder).moments():
+            for moment in RankMemory(
+                spec, config, ranks, load, fused, pipeline_rank, in_encoder
+            ).moments():
                 yield replace(moment, device=device)
 
 
@@ -83,11 +102,12 @@ class Weights:
     """Numbers of parameters of a pipeline rank, before they are sharded over the domain.
 
     Attributes:
-        block: one block, with the experts of this rank only.
-        root: outside the blocks: the embedding on the first stage, the last norm and the head on the last stage.
-        all: of the shards of all ranks, with the experts of other ranks.
-        trained_block, trained_root, trained_head, trained: those with gradients: all, or only adapters. The
-            head is the vocabulary matrix of the last stage, and a part of the root; `trained_tower` of an encoder of images.
+        block: one block, with the experts of this rank only. root: outside the blocks: the
+        embedding on the first stage, the last norm and the head on the last stage. all: of the
+        shards of all ranks, with the experts of other ranks. trained_block, trained_root,
+        trained_head, trained: those with gradients: all, or only adapters. The
+            head is the vocabulary matrix of the last stage, and a part of the root; `trained_tower`
+            of an encoder of images.
         updated: those of whose shards a rank has optimizer state.
         matrices: those of `updated` that are in matrices of blocks.
         spared: bytes that quantization saves in a block, compared with the compute dtype.
@@ -95,10 +115,19 @@ class Weights:
     """
 
     def __init__(
-        self, spec: ModelSpec, config: Config, layer: LayerSpec, held: Sequence[LayerSpec], first: bool, last: bool
+        self,
+        spec: ModelSpec,
+        config: Config,
+        layer: LayerSpec,
+        held: Sequence[LayerSpec],
+        first: bool,
+        last: bool,
     ) -> None:
         """`layer` is the largest of the blocks `held`, which all count as large."""
-        split, expert_ranks = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
+        split, expert_ranks = (
+            config.parallel.tensor_parallel_size,
+            config.parallel.expert_parallel_size,
+        )
         experts, layers = layer.expert_parameters // split, len(held)
         matrices = layer.matrix_parameters + layer.idle_parameters
         whole = matrices // split + layer.vectors + layer.adapter_parameters
@@ -115,15 +144,22 @@ class Weights:
         self.trained_head = embedding if last and not spec.adapted else 0
         self.trained_tower = spec.trained_tower if first else 0
         self.trained = layers * self.trained_block + self.trained_root + self.trained_tower
-        self.updated = self.trained if spec.adapted else self.all - (spec.frozen_tower if first else 0)
+        self.updated = (
+            self.trained if spec.adapted else self.all - (spec.frozen_tower if first else 0)
+        )
         self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
-        matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
-        self.spared = sum(ELEMENT_BYTES[config.dtype] * each.size - (each.stored or 0) for each in layer.quantized)
+        matrix = max(
+            layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks
+        )
+        self.spared = sum(
+            ELEMENT_BYTES[config.dtype] * each.size - (each.stored or 0) for each in layer.quantized
+        )
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
 
 
 def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
-    """Returns a block with the mean number of parameters of encoder and decoder, which may differ much."""
+    """Returns a block with the mean number of parameters of encoder and decoder, which may differ
+    much."""
     rows = [(layer.matrix_parameters, layer.adapter_parameters, layer.vectors) for layer in layers]
     matrices, adapters, vectors = (sum(column) // len(rows) for column in zip(*rows, strict=True))
     sizes = Matrix(1, matrices), Matrix(1, adapters, role="adapter")
@@ -133,49 +169,96 @@ def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
 class RankMemory:
     """A step of one pipeline rank under one load: the moments that may be its peak.
 
-    Those of an encoder-decoder are in the backward of its decoder, or `in_encoder` of its encoder, after that.
+    Those of an encoder-decoder are in the backward of its decoder, or `in_encoder` of its encoder,
+    after that.
     """
 
     def __init__(
-        self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, pipeline_rank: int, in_encoder: bool = False
+        self,
+        spec: ModelSpec,
+        config: Config,
+        ranks: int,
+        load: Load,
+        fused: bool,
+        pipeline_rank: int,
+        in_encoder: bool = False,
     ) -> None:
-        self.spec, self.config, self.load, self.fused, self.pipeline_rank = spec, config, load, fused, pipeline_rank
-        self.recompute, self.tensor_ranks = config.train.recompute, config.parallel.tensor_parallel_size
+        self.spec, self.config, self.load, self.fused, self.pipeline_rank = (
+            spec,
+            config,
+            load,
+            fused,
+            pipeline_rank,
+        )
+        self.recompute, self.tensor_ranks = (
+            config.train.recompute,
+            config.parallel.tensor_parallel_size,
+        )
         self.first, self.last = pipeline_rank == 0, pipeline_rank == config.pipeline.ranks - 1
         self.heads = self.last and not in_encoder
-        numbers = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[pipeline_rank]
+        numbers = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[
+            pipeline_rank
+        ]
         held = [spec.layers[number] for number in numbers]
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
         parts = [(held, load.tokens)]
         if spec.encoder_layers:  # tokens of a part run through its own blocks
             cut = spec.encoder_layers
-            parts = [(held[:cut], load.source), (held[cut:], load.tokens - load.source)][: 1 if in_encoder else 2]
+            parts = [(held[:cut], load.source), (held[cut:], load.tokens - load.source)][
+                : 1 if in_encoder else 2
+            ]
         self.kept = 0
         for layers, tokens in parts:
             self.layer = max(layers, key=lambda layer: layer.parameters)
-            sized, its_load = replace(spec, hidden_size=self.layer.hidden_size), replace(load, tokens=tokens)
+            sized, its_load = (
+                replace(spec, hidden_size=self.layer.hidden_size),
+                replace(load, tokens=tokens),
+            )
             kinds = [(layer.attends, layer.scan) for layer in layers]
-            alike = {(attends, scan): replace(self.layer, attends=attends, scan=scan) for attends, scan in kinds}
-            self.blocks = {kind: BlockMemory(sized, config, layer, its_load, fused) for kind, layer in alike.items()}
+            alike = {
+                (attends, scan): replace(self.layer, attends=attends, scan=scan)
+                for attends, scan in kinds
+            }
+            self.blocks = {
+                kind: BlockMemory(sized, config, layer, its_load, fused)
+                for kind, layer in alike.items()
+            }
             self.block = self.blocks[kinds[0]]
             self.kept += sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
-        self.weights = Weights(spec, config, _mean(held) if spec.encoder_layers else self.layer, held, self.first, self.last)
+        self.weights = Weights(
+            spec,
+            config,
+            _mean(held) if spec.encoder_layers else self.layer,
+            held,
+            self.first,
+            self.last,
+        )
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
         # An encoder of images keeps its tensors until all blocks are done.
-        self.tower = round(self.block.element_bytes * spec.tower_values * load.tokens) if self.weights.trained_tower else 0
+        self.tower = (
+            round(self.block.element_bytes * spec.tower_values * load.tokens)
+            if self.weights.trained_tower
+            else 0
+        )
         self.activations = self.kept + self.tables + self.tower
-        # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
+        # Received K and V kept for backward: in all layers, or while one layer's attention is
+        # recomputed.
         kept_kv = self.block.sent_row * load.remote if config.context.keep_kv else 0
-        self.kept_kv = 0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
+        self.kept_kv = (
+            0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
+        )
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
         # The largest quantized matrix: float32 values with indices or with the rounded matrix.
-        self.expanded = (FLOAT32 + 2) * max((matrix.size for matrix in self.layer.quantized), default=0)
+        self.expanded = (FLOAT32 + 2) * max(
+            (matrix.size for matrix in self.layer.quantized), default=0
+        )
         self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:
-        """Computes what outlives a micro-batch: shards of weights and optimizer state, and gradients of earlier ones."""
+        """Computes what outlives a micro-batch: shards of weights and optimizer state, and
+        gradients of earlier ones."""
         weights, in_pipeline = self.weights, self.config.pipeline.ranks > 1
         shards = self.shards = self.config.parallel.shard_ranks or self.config.domain(ranks)
         self.shard = FLOAT32 * weights.updated // shards
@@ -186,10 +269,14 @@ class RankMemory:
             parameters -= self.layers * weights.spared
             kind, sizes = OPTIMIZERS[self.config.optimizer.name], self.spec.trained_sizes
             optimizer = kind.state_bytes(weights.updated, weights.matrices, sizes)
-            self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer // shards)
+            self.fixed = replace(
+                self.fixed, parameters=parameters // shards, optimizer=optimizer // shards
+            )
         # A pipeline adds up gradients, and reduces them after its last backward.
         alone = self.load.micro_batches == 1
-        self.reduced_at_once = not in_pipeline and (alone or self.config.parallel.reduce_after == "micro_batch")
+        self.reduced_at_once = not in_pipeline and (
+            alone or self.config.parallel.reduce_after == "micro_batch"
+        )
         # Gradients of earlier micro-batches: whole if they are reduced at the end of the step.
         kept = weights.updated // shards if self.reduced_at_once else weights.trained
         self.unreduced = 0 if alone and not in_pipeline else FLOAT32 * kept
@@ -198,10 +285,14 @@ class RankMemory:
     def gathered(self, blocks: int) -> int:
         """Returns the bytes of gathered weights while `blocks` blocks are in use."""
         held = blocks if self.config.parallel.reshard_after == "block" else self.layers
-        return self.block.element_bytes * (self.weights.root + held * self.weights.block) - held * self.weights.spared
+        return (
+            self.block.element_bytes * (self.weights.root + held * self.weights.block)
+            - held * self.weights.spared
+        )
 
     def pipeline(self) -> int:
-        """Returns the bytes of further micro-batches in flight, and of one buffer per pipeline message."""
+        """Returns the bytes of further micro-batches in flight, and of one buffer per pipeline
+        message."""
         pipeline = self.config.pipeline
         if pipeline.ranks == 1:
             return 0
@@ -211,7 +302,9 @@ class RankMemory:
         warm_up = 1 + (later if pipeline.chunks == 1 else chunked)
         in_flight = min(float(runs), warm_up)
         # Hidden states stay until backward; gradients are consumed on arrival.
-        messages = in_flight * (pipeline.chunks - int(self.first)) + pipeline.chunks - int(self.last)
+        messages = (
+            in_flight * (pipeline.chunks - int(self.first)) + pipeline.chunks - int(self.last)
+        )
         kept = self.kept + self.kept_kv
         return round((in_flight - 1) * kept + messages * self.block.stream)
 
@@ -223,25 +316,45 @@ class RankMemory:
             yield from self._head_moments()
         yield self._end_of_backward()
         in_host_memory = self.fused and self.config.train.offload_optimizer
-        # Without fused operations, the optimizer needs two temporaries of the largest parameter's size.
+        # Without fused operations, the optimizer needs two temporaries of the largest parameter's
+        # size.
         kind = OPTIMIZERS[self.config.optimizer.name]
         temporaries = 0 if self.fused and kind.fused else 2 * FLOAT32 * self.weights.largest
-        working = max(temporaries, kind.working_bytes(self.layer, self.weights.matrices // self.shards))
-        yield replace(self.fixed, moment="optimizer", gradients=0 if in_host_memory else self.shard, working=working)
+        working = max(
+            temporaries, kind.working_bytes(self.layer, self.weights.matrices // self.shards)
+        )
+        yield replace(
+            self.fixed,
+            moment="optimizer",
+            gradients=0 if in_host_memory else self.shard,
+            working=working,
+        )
 
     def _in_block(self, moment: str, **parts: int) -> Memory:
         """Returns a moment in the backward of a block.
 
-        The gradient of the head already exists; the block's new gradients exist next to the earlier ones until they are added,
-        or reduced: then next to those of the block after it, which are being reduced in float32.
+        The gradient of the head already exists; the block's new gradients exist next to the earlier
+        ones until they are added, or reduced: then next to those of the block after it, which are
+        being reduced in float32.
         """
         fresh = self.block.element_bytes * (self.weights.trained_head + self.weights.trained_block)
-        fresh += FLOAT32 * self.weights.trained_block if self.reduced_at_once and self.layers > 1 else 0
+        fresh += (
+            FLOAT32 * self.weights.trained_block if self.reduced_at_once and self.layers > 1 else 0
+        )
         gradients = self.earlier_gradients + fresh
-        return replace(self.fixed, moment=moment, gathered_weights=self.gathered(2), gradients=gradients, **parts)
+        return replace(
+            self.fixed,
+            moment=moment,
+            gathered_weights=self.gathered(2),
+            gradients=gradients,
+            **parts,
+        )
 
     def _block_moments(self, block: BlockMemory) -> Iterator[Memory]:
-        mlp, recomputed = block.kept("none", "mlp"), block.recomputed(self.recompute) + self.expanded
+        mlp, recomputed = (
+            block.kept("none", "mlp"),
+            block.recomputed(self.recompute) + self.expanded,
+        )
         # Gradients of the MLP's output and input for all tokens, with tensor parallelism.
         gathered = 2 * block.normed if self.tensor_ranks > 1 else 0
         sent_forward, sent_backward = self._exchanges()
@@ -249,7 +362,12 @@ class RankMemory:
         yield self._in_block(
             "backward of the last MLP",
             activations=activations,
-            working=recomputed + block.tile + 2 * block.mlp + block.routed + block.stream + gathered,
+            working=recomputed
+            + block.tile
+            + 2 * block.mlp
+            + block.routed
+            + block.stream
+            + gathered,
             remote_kv=self.kept_in_block,
         )
         yield self._in_block(  # after the MLP's backward, when its activations are freed
@@ -262,7 +380,8 @@ class RankMemory:
             yield self._in_block(
                 "recomputed attention in backward",
                 activations=activations,
-                working=block.kept("none", "attention") + block.queries * FLOAT32 // block.element_bytes,
+                working=block.kept("none", "attention")
+                + block.queries * FLOAT32 // block.element_bytes,
                 remote_kv=self.kept_in_block + sent_forward,
             )
 
@@ -271,7 +390,8 @@ class RankMemory:
         yield self._in_block(
             "backward of the last norm",
             activations=self.activations + norm,
-            working=stream + (0 if self.block.whole_norms else 3 * stream * FLOAT32 // self.block.element_bytes),
+            working=stream
+            + (0 if self.block.whole_norms else 3 * stream * FLOAT32 // self.block.element_bytes),
             remote_kv=self.kept_kv,
         )
         yield replace(
@@ -279,21 +399,32 @@ class RankMemory:
             moment="loss",
             gathered_weights=self.gathered(1),
             gradients=self.earlier_gradients + FLOAT32 * self.weights.trained_head,
-            activations=self.activations + stream * int(self.tensor_ranks > 1) + 2 * self.block.normed + norm,
+            activations=self.activations
+            + stream * int(self.tensor_ranks > 1)
+            + 2 * self.block.normed
+            + norm,
             remote_kv=self.kept_kv,
             logits=self._logits(),
         )
 
     def _end_of_backward(self) -> Memory:
-        """Returns the moment after all blocks, when the gradients outside of them are added or reduced, but not yet freed.
+        """Returns the moment after all blocks, when the gradients outside of them are added or
+        reduced, but not yet freed.
 
-        Weights are not gathered then. If gradients are reduced once per step, those of the blocks are reduced before this
-        moment of the last micro-batch.
+        Weights are not gathered then. If gradients are reduced once per step, those of the blocks
+        are reduced before this moment of the last micro-batch.
         """
-        root, fresh = FLOAT32 * self.weights.trained_root, self.block.element_bytes * self.weights.trained_root
+        root, fresh = (
+            FLOAT32 * self.weights.trained_root,
+            self.block.element_bytes * self.weights.trained_root,
+        )
         copies = 0 if self.fused else 2 * root  # gloo's
         reduced = (fresh if self.reduced_at_once else root) + root + copies
-        held = self.unreduced + reduced if self.reduced_at_once else max(self.unreduced + fresh, reduced)
+        held = (
+            self.unreduced + reduced
+            if self.reduced_at_once
+            else max(self.unreduced + fresh, reduced)
+        )
         kept = self.config.parallel.reshard_after == "step" and self.load.micro_batches > 1
         return replace(
             self.fixed,
@@ -304,42 +435,69 @@ class RankMemory:
         )
 
     def _attention_backward(self, block: BlockMemory) -> int:
-        """Returns the largest of three moments: gradients of out, q, k and v with their float32 sums, the Ulysses swap, or the
-        backward of linear attention.
+        """Returns the largest of three moments: gradients of out, q, k and v with their float32
+        sums, the Ulysses swap, or the backward of linear attention.
         """
         load, queries, keys = self.load, block.queries, block.keys
         linear = 0 if block.layer.scan is None else load.tokens * block.layer.scan.working
         if not block.layer.attends:
             return linear
         sums = (queries + keys) * FLOAT32 // self.block.element_bytes if load.remote else 0
-        sums += kernel_workspace(self.config, self.layer, load.tokens, max(load.tokens, load.fullest)) if self.fused else 0
-        # Gradients of swapped q, k and v on the way back: computed, sorted, received, concatenated and in place.
+        sums += (
+            kernel_workspace(self.config, self.layer, load.tokens, max(load.tokens, load.fullest))
+            if self.fused
+            else 0
+        )
+        # Gradients of swapped q, k and v on the way back: computed, sorted, received, concatenated
+        # and in place.
         swap = round(5 * self.block.swapped_share * (queries + self.block.swapped_keys))
         return max(2 * queries + keys + sums, swap, linear)
 
     def _exchanges(self) -> tuple[int, int]:
-        """Returns the maximum bytes of K and V in messages in a forward pass, and with gradients in a backward pass."""
+        """Returns the maximum bytes of K and V in messages in a forward pass, and with gradients in
+        a backward pass."""
         if not self.load.remote:
             return 0, 0
         at_once = self.load.held / self.load.remote
         row, latent = self.block.sent_row, self.layer.latent
         received, sent, own = row * self.load.remote, row * self.load.sent, row * self.load.tokens
         fetched = 0 if self.config.context.keep_kv else received
-        # Backward also has gradients of the rows in flight, and a kernel's input and output for one round. Latents of a round
-        # are expanded by a product and a copy; backward has gradients of both, and of the weights.
-        under_way, computed = (fetched + received + sent) * at_once, 2 * self.block.kv_row * self.load.fullest
+        # Backward also has gradients of the rows in flight, and a kernel's input and output for one
+        # round. Latents of a round are expanded by a product and a copy; backward has gradients of
+        # both, and of the weights.
+        under_way, computed = (
+            (fetched + received + sent) * at_once,
+            2 * self.block.kv_row * self.load.fullest,
+        )
         expanded = 1.25 * computed if latent.values else 0
-        forward, backward = (fetched + sent) * at_once + expanded, under_way + computed + expanded + FLOAT32 * latent.parameters
+        forward, backward = (
+            (fetched + sent) * at_once + expanded,
+            under_way + computed + expanded + FLOAT32 * latent.parameters,
+        )
         return round(forward) + own, round(backward) + own
 
     def _logits(self) -> int:
-        """Returns the largest of three moments, without the head's gradient in float32: one chunk; the last chunk while the
-        head's gradient is rounded; backward, when two rounded copies exist.
+        """Returns the largest of three moments, without the head's gradient in float32: one chunk;
+        the last chunk while the head's gradient is rounded; backward, when two rounded copies
+        exist.
         """
         assert self.spec.vocab_size is not None
-        compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu", self.spec), self.block.element_bytes < FLOAT32
-        numbers = min(tokens_at_once(compiled), self.block.tokens) * self.spec.vocab_size // self.tensor_ranks
+        compiled, rounded = (
+            self.config.compiles("cuda" if self.fused else "cpu", self.spec),
+            self.block.element_bytes < FLOAT32,
+        )
+        numbers = (
+            min(tokens_at_once(compiled), self.block.tokens)
+            * self.spec.vocab_size
+            // self.tensor_ranks
+        )
         with_gradient = 2 * self.block.element_bytes * numbers
-        chunk = with_gradient if compiled else 3 * FLOAT32 * numbers + (with_gradient if rounded else 0)
+        chunk = (
+            with_gradient if compiled else 3 * FLOAT32 * numbers + (with_gradient if rounded else 0)
+        )
         head = self.block.element_bytes * self.weights.trained_head
-        return max(chunk, with_gradient + (head if rounded else 0), 2 * head - FLOAT32 * self.weights.trained_head)
+        return max(
+            chunk,
+            with_gradient + (head if rounded else 0),
+            2 * head - FLOAT32 * self.weights.trained_head,
+        )

@@ -1,10 +1,13 @@
-"""Balance of experts: terms that depend on documents and steps alone, never on micro-batches, ranks or degrees.
+"""Balance of experts: terms that depend on documents and steps alone, never on micro-batches, ranks
+or degrees.
 
-The bias of a router moves once per step by the counts over all its tokens (Wang et al., 2024, "Auxiliary-loss-free load
-balancing"). The document loss is DeepSeek-V3's sequence-wise loss (§2.1.2): Σ over documents of tokens · experts / k · Σ over
-experts of (share of its tokens sent to the expert) · (mean score of the expert), over the tokens of the step: 1 where experts
-are evenly used. The z-loss is the mean of log²Σexp of the logits (Zoph et al., 2022). Shares of a document that is split over
-ranks are summed while other work goes on; scores have no gradient through them, so each rank adds those of its own tokens.
+The bias of a router moves once per step by the counts over all its tokens (Wang et al., 2024,
+"Auxiliary-loss-free load balancing"). The document loss is DeepSeek-V3's sequence-wise loss
+(§2.1.2): Σ over documents of tokens · experts / k · Σ over experts of (share of its tokens sent to
+the expert) · (mean score of the expert), over the tokens of the step: 1 where experts are evenly
+used. The z-loss is the mean of log²Σexp of the logits (Zoph et al., 2022). Shares of a document
+that is split over ranks are summed while other work goes on; scores have no gradient through them,
+so each rank adds those of its own tokens.
 """
 
 from collections.abc import Callable
@@ -20,10 +23,10 @@ class RowDocuments:
     """The documents of the rows of a micro-batch.
 
     Attributes:
-        rows: int64 [tokens], index in `lengths` of the document of each row; padding has `len(lengths)`.
-        lengths: float32 [documents], tokens of each document; those that are split over ranks come first, the same on all.
-        split: number of documents that are split over ranks.
-        tokens: tokens of the step, over all ranks.
+        rows: int64 [tokens], index in `lengths` of the document of each row; padding has
+        `len(lengths)`. lengths: float32 [documents], tokens of each document; those that are split
+        over ranks come first, the same on all. split: number of documents that are split over
+        ranks. tokens: tokens of the step, over all ranks.
     """
 
     rows: torch.Tensor
@@ -33,27 +36,37 @@ class RowDocuments:
 
 
 class RouterWatch:
-    """Counts the tokens of each expert of a layer in a step, and adds the gradients of the balance losses.
+    """Counts the tokens of each expert of a layer in a step, and adds the gradients of the balance
+    losses.
 
     Attributes:
-        scores: how scores come from logits: softmax or sigmoid.
-        bias: module and name of the buffer with the bias [experts] that only chooses experts; None without one.
-        begin_sum: starts to sum a tensor over the ranks that documents are split over, in place, and returns a function that
+        scores: how scores come from logits: softmax or sigmoid. bias: module and name of the buffer
+        with the bias [experts] that only chooses experts; None without one. begin_sum: starts to
+        sum a tensor over the ranks that documents are split over, in place, and returns a function
+        that
             waits for the sum; None: one process.
-        counts: int64 [experts], tokens sent to each expert in backward passes since `clear`; None before the first.
-        losses: float64 [2], document loss and z-loss of these tokens, without their factors.
+        counts: int64 [experts], tokens sent to each expert in backward passes since `clear`; None
+        before the first. losses: float64 [2], document loss and z-loss of these tokens, without
+        their factors.
     """
 
-    def __init__(self, experts: int, per_token: int, scores: str, bias: tuple[nn.Module, str] | None = None) -> None:
+    def __init__(
+        self, experts: int, per_token: int, scores: str, bias: tuple[nn.Module, str] | None = None
+    ) -> None:
         self.experts, self.per_token, self.scores, self.bias = experts, per_token, scores, bias
         self.document_loss, self.z_loss = 0.0, 0.0
         self.begin_sum: Callable[[torch.Tensor], Callable[[], object]] | None = None
         self.clear()
 
     def __call__(
-        self, weights: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor, documents: RowDocuments | None
+        self,
+        weights: torch.Tensor,
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        documents: RowDocuments | None,
     ) -> torch.Tensor:
-        """Returns the `weights` of the experts `chosen`, both [tokens, experts per token]; `logits` are [tokens, experts]."""
+        """Returns the `weights` of the experts `chosen`, both [tokens, experts per token]; `logits`
+        are [tokens, experts]."""
         if documents is None or not torch.is_grad_enabled():
             return weights
         out: torch.Tensor = _Watched.apply(weights, logits, chosen, documents.rows, documents, self)  # type: ignore[no-untyped-call]  # torch's is untyped
@@ -76,7 +89,8 @@ class RouterWatch:
 
     @torch.no_grad()
     def move_bias(self, counts: torch.Tensor, rate: float) -> None:
-        """Adds `rate` to the bias of experts with fewer tokens than the mean of `counts` [experts], subtracts it of others."""
+        """Adds `rate` to the bias of experts with fewer tokens than the mean of `counts` [experts],
+        subtracts it of others."""
         if self.bias is not None:
             bias, wide = getattr(*self.bias), counts.to(torch.float64)
             bias += rate * (wide.mean() - wide).sign().to(bias.dtype)
@@ -85,7 +99,8 @@ class RouterWatch:
 class _Watched(torch.autograd.Function):
     """The identity on weights. Counts of split documents are summed over ranks from forward on.
 
-    Everything else happens in backward, which runs once per micro-batch, also if forward is recomputed.
+    Everything else happens in backward, which runs once per micro-batch, also if forward is
+    recomputed.
     """
 
     @staticmethod
@@ -133,14 +148,24 @@ class _Watched(torch.autograd.Function):
 
 
 def _losses(
-    logits: torch.Tensor, rows: torch.Tensor, shares: torch.Tensor | None, documents: RowDocuments, watch: RouterWatch
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    shares: torch.Tensor | None,
+    documents: RowDocuments,
+    watch: RouterWatch,
 ) -> torch.Tensor:
-    """Returns the document loss and the z-loss of these tokens, [2]; `shares` are counts [documents, experts]."""
-    real, logits = rows < len(documents.lengths), logits.to(torch.promote_types(logits.dtype, torch.float32))
+    """Returns the document loss and the z-loss of these tokens, [2]; `shares` are counts
+    [documents, experts]."""
+    real, logits = (
+        rows < len(documents.lengths),
+        logits.to(torch.promote_types(logits.dtype, torch.float32)),
+    )
     document_loss = logits.sum() * 0
     if shares is not None and len(documents.lengths):
         even = watch.experts / watch.per_token
-        of_tokens = (shares * (even / documents.lengths).unsqueeze(1)).index_select(0, rows.clamp(max=len(shares) - 1))
+        of_tokens = (shares * (even / documents.lengths).unsqueeze(1)).index_select(
+            0, rows.clamp(max=len(shares) - 1)
+        )
         document_loss = (of_tokens * watch.probabilities(logits)).sum(1).where(real, 0).sum()
     z_loss = logits.logsumexp(1).square().where(real, 0).sum()
     return torch.stack([document_loss, z_loss]) / documents.tokens

@@ -1,4 +1,5 @@
-"""Checkpoints of transformers: a folder of config.json, safetensors files and a tokenizer, read tensor by tensor."""
+"""Checkpoints of transformers: a folder of config.json, safetensors files and a tokenizer, read
+tensor by tensor."""
 
 import hashlib
 import json
@@ -53,11 +54,11 @@ class CheckpointFiles:
     """A checkpoint on disk.
 
     Attributes:
-        files: file of each tensor, by the tensor's name.
-        rope: RoPE settings that replace those of config.json, see `context_extension`.
-        untied: whether tied weights of config.json are not tied, as the files have different values for them.
-        added: number of entries of the vocabulary that the files lack; their rows are the mean of the others.
-        vocabulary: names of the tensors with a row for every entry, if entries are added.
+        files: file of each tensor, by the tensor's name. rope: RoPE settings that replace those of
+        config.json, see `context_extension`. untied: whether tied weights of config.json are not
+        tied, as the files have different values for them. added: number of entries of the
+        vocabulary that the files lack; their rows are the mean of the others. vocabulary: names of
+        the tensors with a row for every entry, if entries are added.
     """
 
     folder: Path
@@ -69,41 +70,54 @@ class CheckpointFiles:
 
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
-        """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if it is missing or damaged."""
+        """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if it
+        is missing or damaged."""
         source = expanded(source)
         check_name(source)
         folder = _folder(source)
         if said := complaint(sorted(folder.iterdir())):
             raise PretrainedError(f"{source}: {said}")
         if (folder / DESCRIBED).is_file():
-            return cls(folder, dict.fromkeys(json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"))
+            return cls(
+                folder,
+                dict.fromkeys(
+                    json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"
+                ),
+            )
         return cls(folder, _index(folder))
 
     @property
     def has_values(self) -> bool:
-        """Whether weights can be read: not of a config alone, and not of what `describe` has written."""
+        """Whether weights can be read: not of a config alone, and not of what `describe` has
+        written."""
         return bool(self.files) and not (self.folder / DESCRIBED).is_file()
 
     def require_weights(self) -> None:
-        """Raises PretrainedError if there is a config alone, which estimates and plans need no more than."""
+        """Raises PretrainedError if there is a config alone, which estimates and plans need no more
+        than."""
         if not self.files:
             raise PretrainedError(
-                f"{self.folder} has no .safetensors files: save the model with transformers' save_pretrained, which writes them"
+                f"{self.folder} has no .safetensors files: save the model with transformers' "
+                "save_pretrained, which writes them"
             )
 
     @cached_property
     def config(self) -> Any:
-        """Config as transformers loads it, changed by `rope`, `untied` and `added`. Raises PretrainedError if it is damaged."""
+        """Config as transformers loads it, changed by `rope`, `untied` and `added`. Raises
+        PretrainedError if it is damaged."""
         try:
             from transformers import AutoConfig
         except ImportError as error:
             raise PretrainedError(
-                f"reading a checkpoint needs transformers, which cannot be imported ({error}): {install('huggingface')}"
+                f"reading a checkpoint needs transformers, which cannot be imported ({error}): "
+                f"{install('huggingface')}"
             ) from error
         try:
             config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
         except (ValueError, KeyError, OSError) as error:
-            raise PretrainedError(f"{self.folder}/config.json cannot be used: {brief(error)}") from error
+            raise PretrainedError(
+                f"{self.folder}/config.json cannot be used: {brief(error)}"
+            ) from error
         if self.rope:
             from longctx.model.context_extension import with_rope
 
@@ -122,16 +136,23 @@ class CheckpointFiles:
         for file in sorted(set(self.files.values())):
             with file.open("rb") as stream:  # safetensors has already checked the header
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            dtypes_by_name |= {name: DTYPES[tensor["dtype"]] for name, tensor in header.items() if name != "__metadata__"}
+            dtypes_by_name |= {
+                name: DTYPES[tensor["dtype"]]
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            }
         return dtypes_by_name
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash that identifies the weights by every tensor's name, shape and first row, whatever its file and dtype."""
+        """Hash that identifies the weights by every tensor's name, shape and first row, whatever
+        its file and dtype."""
         from safetensors import safe_open
 
         digest = hashlib.sha256()
-        opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt") for file in set(self.files.values())}
+        opened: dict[Path, Any] = {
+            file: safe_open(str(file), framework="pt") for file in set(self.files.values())
+        }
         for name, file in sorted(self.files.items()):
             part = opened[file].get_slice(name)
             shape = part.get_shape()
@@ -141,7 +162,8 @@ class CheckpointFiles:
         return digest.hexdigest()[:16]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Returns the dtype of a tensor by its name in transformers; if the files lack this name, the most common dtype."""
+        """Returns the dtype of a tensor by its name in transformers; if the files lack this name,
+        the most common dtype."""
         bare = name.partition(".")[2]  # its name in a base model that was saved alone
         for known in (name, bare):
             if known in self.dtypes:
@@ -149,7 +171,8 @@ class CheckpointFiles:
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     def describe(self, folder: Path) -> None:
-        """Copies all files but the weights to `folder`, which `open` accepts as a checkpoint whose weights cannot be read."""
+        """Copies all files but the weights to `folder`, which `open` accepts as a checkpoint whose
+        weights cannot be read."""
         tokenizer_files.copy(small_files(self.folder), self.folder, folder)
         if self.rope or self.untied or self.added:
             self.config.save_pretrained(folder)
@@ -157,15 +180,19 @@ class CheckpointFiles:
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Reads a tensor, or rows of it, to the CPU, as a copy: safetensors may return a view of the file.
+        """Reads a tensor, or rows of it, to the CPU, as a copy: safetensors may return a view of
+        the file.
 
         Raises PretrainedError for NaN and infinity, with which every loss would be NaN.
         """
         with self._opened(name) as tensors:
-            tensor: torch.Tensor = tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows]
+            tensor: torch.Tensor = (
+                tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows]
+            )
             if found := not_finite(tensor):
                 raise PretrainedError(
-                    f"{self.files[name]} is damaged: {name} has {found}; download or copy the checkpoint again, or use one "
+                    f"{self.files[name]} is damaged: {name} has {found}; download or copy the "
+                    "checkpoint again, or use one "
                     "that was saved before the loss of its run was NaN"
                 )
             if name in self.vocabulary:
@@ -190,47 +217,60 @@ class CheckpointFiles:
             with safe_open(str(file), framework="pt") as tensors:
                 yield tensors
         except (SafetensorError, OSError) as error:
-            raise PretrainedError(f"{file} is damaged: {error}; download or copy the checkpoint again") from error
+            raise PretrainedError(
+                f"{file} is damaged: {error}; download or copy the checkpoint again"
+            ) from error
 
 
 def not_finite(tensor: torch.Tensor) -> str:
     """Returns how many numbers of a tensor are NaN or infinite, in words; nothing if none are."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return ""
-    wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no such function for 8 bits
+    # Torch has no such function for 8 bits.
+    wide = tensor.float() if tensor.itemsize == 1 else tensor
     finite = torch.isfinite(wide)
     if bool(finite.all()):
         return ""
     count, first = int((~finite).sum()), (~finite).nonzero()[0].tolist()
-    return f"{count:,} of {tensor.numel():,} numbers that are NaN or infinite (the first at {first})"
+    return (
+        f"{count:,} of {tensor.numel():,} numbers that are NaN or infinite (the first at {first})"
+    )
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Returns the files of a checkpoint that neither contain nor describe weights, relative to its folder."""
-    return [file for file in tokenizer_files.find(folder, BESIDE_WEIGHTS) if file.name not in OF_WEIGHTS]
+    """Returns the files of a checkpoint that neither contain nor describe weights, relative to its
+    folder."""
+    return [
+        file for file in tokenizer_files.find(folder, BESIDE_WEIGHTS) if file.name not in OF_WEIGHTS
+    ]
 
 
 def check_name(source: str) -> None:
-    """Raises PretrainedError unless `source` is the folder of a checkpoint, or may be a name on the hub."""
+    """Raises PretrainedError unless `source` is the folder of a checkpoint, or may be a name on the
+    hub."""
     folder = Path(source)
     if not folder.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
         raise PretrainedError(
-            f"there is no folder {source}: give the folder of a checkpoint, or its name on the hub as OWNER/NAME"
+            f"there is no folder {source}: give the folder of a checkpoint, or its name on the hub "
+            "as OWNER/NAME"
         )
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
     if (folder / "config.yaml").is_file():
         raise PretrainedError(
-            f"{source} is the folder of a run, whose checkpoints only longctx reads: export it first "
+            f"{source} is the folder of a run, whose checkpoints only longctx reads: export it "
+            "first "
             f"(longctx export {shell(source)} OUT), and give OUT"
         )
     if (folder / "adapter_config.json").is_file():
         raise PretrainedError(
-            f"{source} has adapters, but no model: merge them with longctx export RUN OUT --merge, and give OUT"
+            f"{source} has adapters, but no model: merge them with longctx export RUN OUT --merge, "
+            "and give OUT"
         )
     content = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
     raise PretrainedError(
-        f"{source} has no config.json: give the folder of a checkpoint as transformers saves it (this one contains {content})"
+        f"{source} has no config.json: give the folder of a checkpoint as transformers saves it "
+        f"(this one contains {content})"
     )
 
 
@@ -245,8 +285,10 @@ def _folder(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
     except Exception as error:  # network, hub and file system may raise anything
         raise PretrainedError(
-            f"{source} is not a local folder, and cannot be downloaded from the hub ({type(error).__name__}: "
-            f"{first_line(error)}): check the name, or run `hf download {source} --local-dir FOLDER` where the hub can be "
+            f"{source} is not a local folder, and cannot be downloaded from the hub "
+            f"({type(error).__name__}: "
+            f"{first_line(error)}): check the name, or run `hf download {source} --local-dir "
+            "FOLDER` where the hub can be "
             "reached, and give FOLDER"
         ) from error
 
@@ -259,16 +301,23 @@ def _index(folder: Path) -> dict[str, Path]:
         try:
             by_tensor = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
-            raise PretrainedError(f"{folder / INDEX} is damaged: {error}; download or copy the checkpoint again") from error
+            raise PretrainedError(
+                f"{folder / INDEX} is damaged: {error}; download or copy the checkpoint again"
+            ) from error
         files = sorted({folder / file for file in by_tensor.values()})
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise PretrainedError(f"{folder} lacks {', '.join(missing[:3])}, which its index lists: download or copy it again")
+            raise PretrainedError(
+                f"{folder} lacks {', '.join(missing[:3])}, which its index lists: download or copy "
+                "it again"
+            )
     names: dict[str, Path] = {}
     for file in files:
         try:
             with safe_open(str(file), framework="pt") as tensors:
                 names |= dict.fromkeys(tensors.keys(), file)
         except (SafetensorError, OSError) as error:
-            raise PretrainedError(f"{file} is damaged: {error}; download or copy the checkpoint again") from error
+            raise PretrainedError(
+                f"{file} is damaged: {error}; download or copy the checkpoint again"
+            ) from error
     return names

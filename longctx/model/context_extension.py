@@ -1,4 +1,5 @@
-"""Context extension: changes the RoPE of a checkpoint in the terms of transformers' configs, so that exports keep it."""
+"""Context extension: changes the RoPE of a checkpoint in the terms of transformers' configs, so
+that exports keep it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,84 +20,131 @@ class RopeError(UserError):
 
 ORIGINAL_LENGTH = {"original_max_position_embeddings": "rope_original_length"}
 ROPE_FIELDS: dict[str, dict[str, str]] = {
-    "llama3": {**ORIGINAL_LENGTH, "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor"},
+    "llama3": {
+        **ORIGINAL_LENGTH,
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+    },
     "yarn": {**ORIGINAL_LENGTH, "beta_fast": "rope_beta_fast", "beta_slow": "rope_beta_slow"},
 }
-"""Fields of each RoPE type besides base and factor: names in transformers' configs → our settings."""
+"""Fields of each RoPE type besides base and factor: names in transformers' configs → our
+settings."""
 WITH_FACTOR = ("linear", "dynamic", "proportional", *ROPE_FIELDS)
 """RoPE types of transformers whose frequencies depend on one factor."""
 OF_SCALING = {
-    *("rope_type", "type", "factor", "attention_factor", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
+    *(
+        "rope_type",
+        "type",
+        "factor",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "short_factor",
+        "long_factor",
+    ),
     *(theirs for fields in ROPE_FIELDS.values() for theirs in fields),
 }
 """Fields that belong to a type, which another type replaces; all others stay."""
 
 
 def ntk_theta(theta: float, factor: float, dim: int) -> float:
-    """Returns the base that divides the lowest frequency of `dim` rotated dimensions by `factor` (bloc97, 2023)."""
+    """Returns the base that divides the lowest frequency of `dim` rotated dimensions by `factor`
+    (bloc97, 2023)."""
     return float(theta * factor ** (dim / (dim - 2)))
 
 
 def with_rope(config: Any, settings: Mapping[str, Any]) -> None:
     """Changes the RoPE of a config of transformers, in place; `settings` are some of ROPE_SETTINGS.
 
-    Only what `settings` name changes: a type without its fields keeps the config's, or takes our defaults if the type is new.
-    If layers have different RoPEs, that of full attention is changed. The maximum length in the config grows with the factor.
-    Raises RopeError if the model has no RoPE, settings are missing, or its RoPE lacks what they name.
+    Only what `settings` name changes: a type without its fields keeps the config's, or takes our
+    defaults if the type is new. If layers have different RoPEs, that of full attention is changed.
+    The maximum length in the config grows with the factor. Raises RopeError if the model has no
+    RoPE, settings are missing, or its RoPE lacks what they name.
     """
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
     old = ropes.get("full_attention", ropes)
     if not old:
-        raise RopeError(f"{config.model_type} has no rotary position embedding: remove {', '.join(settings)}")
+        raise RopeError(
+            f"{config.model_type} has no rotary position embedding: remove {', '.join(settings)}"
+        )
     if "rope_theta" not in old:
-        raise RopeError(f"{config.model_type} has one RoPE each for {', '.join(ropes)}: remove {', '.join(settings)}")
+        raise RopeError(
+            f"{config.model_type} has one RoPE each for {', '.join(ropes)}: remove "
+            f"{', '.join(settings)}"
+        )
     before = str(old.get("rope_type") or old.get("type") or "default")
     kind = settings.get("rope_scaling", before)
     kind = "default" if kind == "none" else str(kind)
-    factor = float(settings.get("rope_factor") or (old.get("factor") if kind == before else None) or 1.0)
+    factor = float(
+        settings.get("rope_factor") or (old.get("factor") if kind == before else None) or 1.0
+    )
     fields = ROPE_FIELDS.get(kind, {})
     _check(settings, before, kind, factor)
-    new = dict(old) if kind == before else {key: value for key, value in old.items() if key not in OF_SCALING}
+    new = (
+        dict(old)
+        if kind == before
+        else {key: value for key, value in old.items() if key not in OF_SCALING}
+    )
     new |= {"rope_theta": float(settings.get("rope_theta", old["rope_theta"]))}
     original = settings.get("rope_original_length") or old.get("original_max_position_embeddings")
     if original is None and kind != before == "linear" and fields:
         raise RopeError(
-            f"rope_scaling is {kind}, but the config lacks the length before scaling by {before}: set rope_original_length"
+            f"rope_scaling is {kind}, but the config lacks the length before scaling by {before}: "
+            "set rope_original_length"
         )
-    unscaled = original or text.max_position_embeddings / (old.get("factor") or 1.0 if before == "linear" else 1.0)
+    unscaled = original or text.max_position_embeddings / (
+        old.get("factor") or 1.0 if before == "linear" else 1.0
+    )
     if kind == "ntk":  # changes only the base
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         turned = int(head_dim * old.get("partial_rotary_factor", 1.0))
         new |= {"rope_type": "default", "rope_theta": ntk_theta(new["rope_theta"], factor, turned)}
     elif kind != before:
-        new |= {"rope_type": kind, **{theirs: ModelShape.model_fields[ours].default for theirs, ours in fields.items()}}
+        new |= {
+            "rope_type": kind,
+            **{theirs: ModelShape.model_fields[ours].default for theirs, ours in fields.items()},
+        }
         new |= {"original_max_position_embeddings": int(unscaled)} if fields else {}
     new |= {theirs: settings[ours] for theirs, ours in fields.items() if ours in settings}
     if kind in WITH_FACTOR and ("rope_factor" in settings or kind != before):
         new["factor"] = factor
     text.rope_parameters = new if old is ropes else {**ropes, "full_attention": new}
-    if "rope_factor" in settings and kind != "dynamic":  # whose frequencies depend on the maximum length
+    # Whose frequencies depend on the maximum length.
+    if "rope_factor" in settings and kind != "dynamic":
         text.max_position_embeddings = max(text.max_position_embeddings, int(unscaled * factor))
 
 
 def _check(settings: Mapping[str, Any], before: str, kind: str, factor: float) -> None:
-    """Raises RopeError if settings do not belong to RoPE of type `kind`, or cannot replace that of type `before`."""
+    """Raises RopeError if settings do not belong to RoPE of type `kind`, or cannot replace that of
+    type `before`."""
     scales = kind in (*WITH_FACTOR, "ntk")
     if "rope_factor" in settings and not scales:
-        unset = "rope_scaling is not set" if "rope_scaling" not in settings else f"rope_scaling is {settings['rope_scaling']}"
+        unset = (
+            "rope_scaling is not set"
+            if "rope_scaling" not in settings
+            else f"rope_scaling is {settings['rope_scaling']}"
+        )
         raise RopeError(
-            f"rope_factor is {factor}, but {unset}, and RoPE of type {before} has no factor: choose linear, ntk, yarn or llama3"
+            f"rope_factor is {factor}, but {unset}, and RoPE of type {before} has no factor: "
+            "choose linear, ntk, yarn or llama3"
         )
     if scales and factor <= 1 and ("rope_factor" in settings or kind != before):
-        raise RopeError(f"rope_scaling is {kind}, but rope_factor is {factor}: give a factor greater than 1")
-    if kind != before and (before in ("proportional", "axial") or (kind == "ntk" and before != "default")):
         raise RopeError(
-            f"rope_scaling is {kind}, which cannot replace the checkpoint's RoPE of type {before}: omit rope_scaling"
+            f"rope_scaling is {kind}, but rope_factor is {factor}: give a factor greater than 1"
+        )
+    if kind != before and (
+        before in ("proportional", "axial") or (kind == "ntk" and before != "default")
+    ):
+        raise RopeError(
+            f"rope_scaling is {kind}, which cannot replace the checkpoint's RoPE of type {before}: "
+            "omit rope_scaling"
         )
     known = {"rope_theta", "rope_scaling", "rope_factor", *ROPE_FIELDS.get(kind, {}).values()}
     known |= {"rope_original_length"} if scales and kind != "dynamic" else set()
     if unknown := [name for name in settings if name not in known]:
         raise RopeError(
-            f"RoPE of type {kind} has no {', '.join(unknown)}: omit it, or set rope_scaling to the type that has it"
+            f"RoPE of type {kind} has no {', '.join(unknown)}: omit it, or set rope_scaling to the "
+            "type that has it"
         )

@@ -1,8 +1,10 @@
-"""The native decoder for models like Llama: RMSNorm, RoPE, grouped-query attention, a gated MLP or a mixture of experts.
+"""The native decoder for models like Llama: RMSNorm, RoPE, grouped-query attention, a gated MLP or
+a mixture of experts.
 
-Plain single-device PyTorch. A sequence is `[tokens, hidden]` without a batch axis: documents follow one another, and only the
-attention callable knows which token belongs to which document. Attention and head are arguments, so the model does not depend
-on rings, shards or losses. Norms of heads that a shape does not use are modules that do nothing.
+Plain single-device PyTorch. A sequence is `[tokens, hidden]` without a batch axis: documents follow
+one another, and only the attention callable knows which token belongs to which document. Attention
+and head are arguments, so the model does not depend on rings, shards or losses. Norms of heads that
+a shape does not use are modules that do nothing.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,27 +25,38 @@ from longctx.model.translation import Family
 
 
 class SelfAttention(nn.Module):
-    """Projections around the given attention: normalized hidden states → residual update, both [tokens, hidden]."""
+    """Projections around the given attention: normalized hidden states → residual update, both
+    [tokens, hidden]."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, shape.head_dim
-        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        queries, keys = (
+            shape.num_attention_heads * shape.head_dim,
+            shape.num_key_value_heads * shape.head_dim,
+        )
         self.q_proj = nn.Linear(shape.hidden_size, queries, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        self.q_norm = (
+            nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        )
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
         def heads(proj: nn.Module, x: torch.Tensor) -> torch.Tensor:
             wide: torch.Tensor = proj(x).unflatten(-1, (-1, self.head_dim))
             return wide
 
         k, v = rotate(self.k_norm(heads(self.k_proj, x)), cos, sin), heads(self.v_proj, x)
 
-        def queries(sent: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:  # while keys and values travel
+        # While keys and values travel.
+        def queries(sent: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
             return rotate(self.q_norm(heads(self.q_proj, sent(x))), cos, sin)
 
         out: torch.Tensor = attention(queries, k, v, self.layer)
@@ -52,7 +65,8 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP (or a mixture of experts), each with a norm before it and a residual connection."""
+    """One layer: attention and MLP (or a mixture of experts), each with a norm before it and a
+    residual connection."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
@@ -84,13 +98,14 @@ class Embedding(nn.Embedding):
     """torch's embedding, with `rows_of`."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        split = type(self.weight.data) is not torch.Tensor  # a DTensor, which follows torch's own rules
+        # A DTensor, which follows torch's own rules.
+        split = type(self.weight.data) is not torch.Tensor
         return super().forward(tokens) if split else rows_of(self.weight, tokens)
 
 
 def rows_of(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of an embedding, as torch does, but in bfloat16 on CPU, where it sums gradients of an entry in bfloat16
-    and loses terms.
+    """Returns the rows of an embedding, as torch does, but in bfloat16 on CPU, where it sums
+    gradients of an entry in bfloat16 and loses terms.
     """
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
         rows: torch.Tensor = weight.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
@@ -101,8 +116,8 @@ def rows_of(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 class Decoder(StagedModel):
     """Embedding, blocks, final norm, head. Parameters are named as in Hugging Face's Llama.
 
-    With `layers` it has only these blocks, under their names in the whole model: the first block comes with the embedding, the
-    last with final norm and head. A tied embedding comes with either.
+    With `layers` it has only these blocks, under their names in the whole model: the first block
+    comes with the embedding, the last with final norm and head. A tied embedding comes with either.
     """
 
     tensor_plan: ClassVar[Mapping[str, str]] = {
@@ -157,7 +172,8 @@ class Decoder(StagedModel):
                 self.lm_head.weight = self.embed_tokens.weight
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """Draws from a normal with σ = 0.02, times 1/√(2·layers) into the residual stream (GPT-2, §2.3); norms 1, biases 0."""
+        """Draws from a normal with σ = 0.02, times 1/√(2·layers) into the residual stream (GPT-2,
+        §2.3); norms 1, biases 0."""
         if parameter.dim() == 1:
             return torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0)
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
@@ -170,13 +186,21 @@ class Decoder(StagedModel):
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         if "transformers" in described:
-            return ["it was trained by transformers' own code, not by the native decoder (see model.implementation)"]
+            return [
+                "it was trained by transformers' own code, not by the native decoder (see "
+                "model.implementation)"
+            ]
         ours, theirs = self.describe(), ModelShape.model_validate(described).model_dump()
-        return [f"{key} is {ours[key]!r}, was {value!r}" for key, value in theirs.items() if ours[key] != value]
+        return [
+            f"{key} is {ours[key]!r}, was {value!r}"
+            for key, value in theirs.items()
+            if ours[key] != value
+        ]
 
     @cached_property
     def family(self) -> Family:
-        """Family of transformers that has models of this shape. Raises NoNativeModel if there is none."""
+        """Family of transformers that has models of this shape. Raises NoNativeModel if there is
+        none."""
         return expressed(self.shape, longest=1)[0]
 
     @property
@@ -207,7 +231,9 @@ class Decoder(StagedModel):
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab]."""
-        return super().forward(tokens, positions, attention, F.linear if head is None else head, documents)
+        return super().forward(
+            tokens, positions, attention, F.linear if head is None else head, documents
+        )
 
     def run(
         self,
@@ -221,6 +247,10 @@ class Decoder(StagedModel):
         cos, sin = self.rope.tables(positions)
         for block in blocks:
             assert isinstance(block, Block)
-            each = attention.of_layer(block.layer) if isinstance(attention, AttentionByLayer) else attention
+            each = (
+                attention.of_layer(block.layer)
+                if isinstance(attention, AttentionByLayer)
+                else attention
+            )
             x = block(x, cos, sin, each, *[documents] * block.is_sparse)
         return x if head is None else head(self.norm(x), self.lm_head.weight)

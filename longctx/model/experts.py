@@ -1,9 +1,10 @@
 """Mixture of experts: a router sends every token to a few of many gated MLPs. None is dropped.
 
-Routing depends on a token alone, so it does not depend on how documents are split. Rows are sorted by expert; where
-`torch.nn.functional.grouped_mm` supports the tensors, one call multiplies the rows of all experts. Matrices are stored as
-[experts · width, hidden], so that any number of ranks shards them evenly. Tokens are gathered and added up in a fixed order, by
-their own backward: two runs are bitwise identical.
+Routing depends on a token alone, so it does not depend on how documents are split. Rows are sorted
+by expert; where `torch.nn.functional.grouped_mm` supports the tensors, one call multiplies the rows
+of all experts. Matrices are stored as [experts · width, hidden], so that any number of ranks shards
+them evenly. Tokens are gathered and added up in a fixed order, by their own backward: two runs are
+bitwise identical.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ from longctx.model.presets import ModelShape
 Routes = tuple[torch.Tensor, torch.Tensor]
 """Chosen experts and their weights, [tokens, experts per token]."""
 Send = Callable[[torch.Tensor, torch.Tensor, "SparseMLP"], torch.Tensor]
-"""Function of hidden states [tokens, hidden] and chosen experts → their outputs [tokens · experts per token, hidden]."""
+"""Function of hidden states [tokens, hidden] and chosen experts → their outputs [tokens · experts
+per token, hidden]."""
 
 
 class MLP(nn.Module):
@@ -45,7 +47,8 @@ class Router(nn.Linear):
     """Chooses the experts of every token, in float32.
 
     Attributes:
-        expert_bias: float32 [experts], added to the scores to choose experts, but not to weigh them (DeepSeek-V3, §2.1.2);
+        expert_bias: float32 [experts], added to the scores to choose experts, but not to weigh them
+        (DeepSeek-V3, §2.1.2);
             present if the shape has one.
         watch: counts tokens per expert, and adds gradients of balance losses.
     """
@@ -57,7 +60,9 @@ class Router(nn.Linear):
         if shape.router_bias:
             self.register_buffer("expert_bias", torch.zeros(shape.num_experts))
         bias = (self, "expert_bias") if shape.router_bias else None
-        self.watch = RouterWatch(shape.num_experts, shape.num_experts_per_tok, shape.router_scores, bias)
+        self.watch = RouterWatch(
+            shape.num_experts, shape.num_experts_per_tok, shape.router_scores, bias
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns logits [tokens, experts]."""
@@ -88,13 +93,17 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count * shape.hidden_size, width))
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs of `rows` [rows, hidden], of which the first `counts[0]` are for the first expert, and so on."""
-        gate, up = (grouped_product(rows, weight, counts) for weight in (self.gate_proj, self.up_proj))
+        """Returns the outputs of `rows` [rows, hidden], of which the first `counts[0]` are for the
+        first expert, and so on."""
+        gate, up = (
+            grouped_product(rows, weight, counts) for weight in (self.gate_proj, self.up_proj)
+        )
         return grouped_product(F.silu(gate) * up, self.down_proj, counts)
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiplies groups of `rows` [rows, n], `counts` [groups] of each, by their matrices: `weight` is [groups · m, n].
+    """Multiplies groups of `rows` [rows, n], `counts` [groups] of each, by their matrices: `weight`
+    is [groups · m, n].
 
     Returns [rows, m].
     """
@@ -103,25 +112,30 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
         if leaves_gradients() and matrices.requires_grad:
             unused = (counts == 0)[:, None, None]
             matrices.register_hook(lambda gradient: gradient.masked_fill(unused, 0))
-        out: torch.Tensor = F.grouped_mm(rows, matrices.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+        out: torch.Tensor = F.grouped_mm(
+            rows, matrices.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32)
+        )
         return out
     groups = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
     return torch.cat([F.linear(group, matrix) for group, matrix in groups])
 
 
 def _is_grouped(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Returns whether torch has a grouped product for such tensors, whose rows must be multiples of 16 bytes."""
+    """Returns whether torch has a grouped product for such tensors, whose rows must be multiples of
+    16 bytes."""
     known = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     aligned = all(size * rows.element_size() % 16 == 0 for size in matrices.shape[1:])
     return hasattr(F, "grouped_mm") and rows.dtype in known and aligned
 
 
 class SparseMLP(nn.Module):
-    """Router, experts, and optionally an expert that all tokens share: hidden states → residual update, [tokens, hidden].
+    """Router, experts, and optionally an expert that all tokens share: hidden states → residual
+    update, [tokens, hidden].
 
     Attributes:
-        send: sends tokens to experts of other ranks, under expert parallelism; None: all experts are here.
-        most_rows: rows that the experts compute at once; further ones are computed in turns, which backward recomputes.
+        send: sends tokens to experts of other ranks, under expert parallelism; None: all experts
+        are here. most_rows: rows that the experts compute at once; further ones are computed in
+        turns, which backward recomputes.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -136,7 +150,9 @@ class SparseMLP(nn.Module):
     def forward(self, x: torch.Tensor, documents: RowDocuments | None = None) -> torch.Tensor:
         chosen, weights = self.gate.routes(self.gate(x), documents)
         out = here(x, chosen, self) if self.send is None else self.send(x, chosen, self)
-        mixed = torch.bmm(weights.unsqueeze(1).to(out.dtype), out.unflatten(0, chosen.shape)).squeeze(1)
+        mixed = torch.bmm(
+            weights.unsqueeze(1).to(out.dtype), out.unflatten(0, chosen.shape)
+        ).squeeze(1)
         return mixed if self.shared_expert is None else mixed + self.shared_expert(x)
 
 
@@ -150,18 +166,26 @@ def here(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
         return take(experts(take(x, order // count, back), counts), back, order)
 
     turns = 1 if mlp.most_rows is None else max(1, -(-chosen.numel() // mlp.most_rows))
-    return torch.cat(in_turns(turn, list(zip(x.tensor_split(turns), chosen.tensor_split(turns), strict=True))))
+    return torch.cat(
+        in_turns(turn, list(zip(x.tensor_split(turns), chosen.tensor_split(turns), strict=True)))
+    )
 
 
-def in_turns(turn: Callable[..., torch.Tensor], arguments: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
-    """Returns the results of `turn` for each of `arguments`; several turns are recomputed in backward."""
+def in_turns(
+    turn: Callable[..., torch.Tensor], arguments: Sequence[tuple[Any, ...]]
+) -> list[torch.Tensor]:
+    """Returns the results of `turn` for each of `arguments`; several turns are recomputed in
+    backward."""
     if len(arguments) == 1:
         return [turn(*arguments[0])]
-    return [checkpoint(turn, *each, use_reentrant=False, preserve_rng_state=False) for each in arguments]
+    return [
+        checkpoint(turn, *each, use_reentrant=False, preserve_rng_state=False) for each in arguments
+    ]
 
 
 def by_expert(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the order that sorts rows by their `expert` [rows], and the rows of each of `count` experts."""
+    """Returns the order that sorts rows by their `expert` [rows], and the rows of each of `count`
+    experts."""
     counts = torch.zeros(count, dtype=torch.int64, device=expert.device)
     return expert.argsort(stable=True), counts.scatter_add_(0, expert, torch.ones_like(expert))
 
@@ -172,13 +196,15 @@ def inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def take(x: torch.Tensor, rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """Returns `x[rows]`, where each row of x is taken equally often: row i of x as rows `back[i · n : (i + 1) · n]`."""
+    """Returns `x[rows]`, where each row of x is taken equally often: row i of x as rows `back[i · n
+    : (i + 1) · n]`."""
     out: torch.Tensor = _Take.apply(x, rows, back)  # type: ignore[no-untyped-call]  # torch's is untyped
     return out
 
 
 class _Take(torch.autograd.Function):
-    """Adds up gradients in the order of `back`, where index_select's own backward adds them in any order."""
+    """Adds up gradients in the order of `back`, where index_select's own backward adds them in any
+    order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -196,5 +222,6 @@ class _Take(torch.autograd.Function):
 
 
 def stacks_experts(parameter: torch.Tensor) -> bool:
-    """Returns whether a parameter of transformers has the matrices of several experts, unlike a depthwise convolution."""
+    """Returns whether a parameter of transformers has the matrices of several experts, unlike a
+    depthwise convolution."""
     return parameter.dim() == 3 and min(parameter.shape[1:]) > 1

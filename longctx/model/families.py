@@ -1,4 +1,5 @@
-"""The families of transformers that the native decoder can run, and those that have models of a shape."""
+"""The families of transformers that the native decoder can run, and those that have models of a
+shape."""
 
 from typing import Any
 
@@ -39,7 +40,9 @@ FAMILIES = {
             fused=FUSED_ATTENTION | FUSED_MLP,
         ),
         Family("mixtral", "MixtralForCausalLM", windows="all", experts=MIXTRAL),
-        Family("qwen3_moe", "Qwen3MoeForCausalLM", {"qk_norm": True}, experts=QWEN_MOE, **QWEN_WINDOWS),
+        Family(
+            "qwen3_moe", "Qwen3MoeForCausalLM", {"qk_norm": True}, experts=QWEN_MOE, **QWEN_WINDOWS
+        ),
     )
 }
 
@@ -47,15 +50,17 @@ FAMILIES = {
 def family_of(config: Any) -> Family:
     """Returns the family of a config. Raises NoNativeModel if there is none."""
     if config.model_type not in FAMILIES:
-        raise NoNativeModel(f"model_type is {config.model_type}, and only {', '.join(FAMILIES)} are supported")
+        raise NoNativeModel(
+            f"model_type is {config.model_type}, and only {', '.join(FAMILIES)} are supported"
+        )
     return FAMILIES[config.model_type]
 
 
 def expressed(shape: ModelShape, longest: int, end: int | None = None) -> tuple[Family, Any]:
     """Returns a family that has models of this shape, and their config.
 
-    `longest`: number of tokens of the longest document; `end`: id of the end-of-document token. Raises NoNativeModel naming
-    the options that the nearest family lacks.
+    `longest`: number of tokens of the longest document; `end`: id of the end-of-document token.
+    Raises NoNativeModel naming the options that the nearest family lacks.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -68,10 +73,17 @@ def expressed(shape: ModelShape, longest: int, end: int | None = None) -> tuple[
             possible = family.shape(config)
         except (NoNativeModel, StrictDataclassError, ValueError, TypeError):
             continue  # its config cannot express the shape
-        different = [name for name in ModelShape.model_fields if getattr(asked, name) != getattr(possible, name)]
+        different = [
+            name
+            for name in ModelShape.model_fields
+            if getattr(asked, name) != getattr(possible, name)
+        ]
         if not different:
             return family, config
         candidates[family.kind] = [f"{name} {getattr(asked, name)!r}" for name in different]
     nearest = min(candidates, key=lambda kind: len(candidates[kind]), default=None)
     why = "" if nearest is None else f" ({nearest} lacks {', '.join(candidates[nearest])})"
-    raise NoNativeModel(f"no supported family of transformers has models of this shape{why}: use one of {', '.join(FAMILIES)}")
+    raise NoNativeModel(
+        f"no supported family of transformers has models of this shape{why}: use one of "
+        f"{', '.join(FAMILIES)}"
+    )

@@ -1,4 +1,5 @@
-"""Shapes of the native decoder, with the names of Hugging Face configs, from `tiny` (for a laptop) to 1T parameters."""
+"""Shapes of the native decoder, with the names of Hugging Face configs, from `tiny` (for a laptop)
+to 1T parameters."""
 
 from dataclasses import replace
 from functools import cache
@@ -12,16 +13,23 @@ from longctx.planning.cost.spec import LayerSpec, Matrix, ModelSpec
 MOST_ENTRIES = (1 << 31) - 1
 """Maximum of vocabulary, positions and windows."""
 WIDEST, MOST_LAYERS, MOST_EXPERTS = 1 << 20, 10_000, 1 << 16
-"""Maxima of widths and heads, layers, and experts: far above any model, and low enough to compute with at once."""
+"""Maxima of widths and heads, layers, and experts: far above any model, and low enough to compute
+with at once."""
 EXPERT_OPTIONS = {
-    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "first_dense_layers"),
+    *(
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "first_dense_layers",
+    ),
     *("router_scores", "norm_topk_prob", "routed_scaling_factor", "router_bias"),
 }
 """Options of shapes that have no effect without experts."""
 
 
 class NoNativeModel(UserError):
-    """The native decoder cannot run a model of transformers, or transformers has no model of a shape; the text says why."""
+    """The native decoder cannot run a model of transformers, or transformers has no model of a
+    shape; the text says why."""
 
 
 class ModelShape(BaseModel):
@@ -29,19 +37,32 @@ class ModelShape(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    vocab_size: int | None = Field(None, ge=2, le=MOST_ENTRIES, description="vocabulary size; default: the tokenizer's")
+    vocab_size: int | None = Field(
+        None, ge=2, le=MOST_ENTRIES, description="vocabulary size; default: the tokenizer's"
+    )
     hidden_size: int = Field(ge=1, le=WIDEST, description="width of the residual stream")
     intermediate_size: int = Field(ge=1, le=WIDEST, description="width of the MLP")
     num_hidden_layers: int = Field(ge=1, le=MOST_LAYERS, description="number of blocks")
     num_attention_heads: int = Field(ge=1, le=WIDEST, description="query heads")
-    num_key_value_heads: int = Field(ge=1, le=WIDEST, description="key and value heads; divides the query heads (GQA)")
+    num_key_value_heads: int = Field(
+        ge=1, le=WIDEST, description="key and value heads; divides the query heads (GQA)"
+    )
     head_dim: int = Field(ge=2, le=WIDEST, description="size of one head; even, for RoPE")
     rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
-    tie_word_embeddings: bool = Field(False, description="share the embedding with the output projection")
-    qkv_bias: bool = Field(False, description="biases of the projections to queries, keys and values, as in Qwen 2")
-    qk_norm: bool = Field(False, description="norms of every head's queries and keys before RoPE, as in Qwen 3")
+    tie_word_embeddings: bool = Field(
+        False, description="share the embedding with the output projection"
+    )
+    qkv_bias: bool = Field(
+        False, description="biases of the projections to queries, keys and values, as in Qwen 2"
+    )
+    qk_norm: bool = Field(
+        False, description="norms of every head's queries and keys before RoPE, as in Qwen 3"
+    )
     sliding_window: int | None = Field(
-        None, ge=1, le=MOST_ENTRIES, description="attention window in tokens, the token itself included, instead of none"
+        None,
+        ge=1,
+        le=MOST_ENTRIES,
+        description="attention window in tokens, the token itself included, instead of none",
     )
     full_attention_every: int | None = Field(
         None,
@@ -49,8 +70,15 @@ class ModelShape(BaseModel):
         le=MOST_LAYERS,
         description="every n-th layer has no window (n is 2 in gpt-oss), instead of none",
     )
-    num_experts: int = Field(0, ge=0, le=MOST_EXPERTS, description="experts of each mixture-of-experts layer; 0: dense MLPs")
-    num_experts_per_tok: int = Field(2, ge=1, le=MOST_EXPERTS, description="experts that a token uses (top-k)")
+    num_experts: int = Field(
+        0,
+        ge=0,
+        le=MOST_EXPERTS,
+        description="experts of each mixture-of-experts layer; 0: dense MLPs",
+    )
+    num_experts_per_tok: int = Field(
+        2, ge=1, le=MOST_EXPERTS, description="experts that a token uses (top-k)"
+    )
     moe_intermediate_size: int | None = Field(
         None, ge=1, le=WIDEST, description="width of each expert, instead of intermediate_size"
     )
@@ -58,56 +86,84 @@ class ModelShape(BaseModel):
         0, ge=0, le=WIDEST, description="width of an expert that all tokens use; 0: none"
     )
     first_dense_layers: int = Field(
-        0, ge=0, le=MOST_LAYERS, description="number of first layers with a dense MLP instead of experts"
+        0,
+        ge=0,
+        le=MOST_LAYERS,
+        description="number of first layers with a dense MLP instead of experts",
     )
-    router_scores: Literal["softmax", "sigmoid"] = Field("softmax", description="scores of experts from the router's logits")
+    router_scores: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="scores of experts from the router's logits"
+    )
     norm_topk_prob: bool = Field(
-        True, description="divide the scores of the chosen experts by their sum; with softmax, as a softmax of the chosen alone"
+        True,
+        description="divide the scores of the chosen experts by their sum; with softmax, as a "
+        "softmax of the chosen alone",
     )
-    routed_scaling_factor: float = Field(1.0, gt=0, description="factor of the scores, 2.5 in DeepSeek-V3")
+    routed_scaling_factor: float = Field(
+        1.0, gt=0, description="factor of the scores, 2.5 in DeepSeek-V3"
+    )
     router_bias: bool = Field(
-        False, description="a bias per expert to choose experts, moved by balance.bias_rate instead of gradients (DeepSeek-V3)"
+        False,
+        description="a bias per expert to choose experts, moved by balance.bias_rate instead of "
+        "gradients (DeepSeek-V3)",
     )
     rope_theta: float = Field(500_000.0, gt=0, description="base of the rotary position embedding")
     rope_scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = Field(
         "none", description="RoPE scaling for longer documents"
     )
-    rope_factor: float = Field(1.0, ge=1, description="new context length / original context length, for rope_scaling")
+    rope_factor: float = Field(
+        1.0, ge=1, description="new context length / original context length, for rope_scaling"
+    )
     rope_original_length: int = Field(
         8192, ge=1, le=MOST_ENTRIES, description="original context length in tokens (yarn, llama3)"
     )
     rope_low_freq_factor: float = Field(
         1.0, gt=0, description="llama3: frequencies with fewer rotations are divided by rope_factor"
     )
-    rope_high_freq_factor: float = Field(4.0, gt=0, description="llama3: frequencies with more rotations are kept")
-    rope_beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more rotations are kept")
-    rope_beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer rotations are divided by rope_factor")
+    rope_high_freq_factor: float = Field(
+        4.0, gt=0, description="llama3: frequencies with more rotations are kept"
+    )
+    rope_beta_fast: float = Field(
+        32.0, gt=0, description="yarn: frequencies with more rotations are kept"
+    )
+    rope_beta_slow: float = Field(
+        1.0, gt=0, description="yarn: frequencies with fewer rotations are divided by rope_factor"
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ModelShape":
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, which is not divisible by num_key_value_heads "
-                f"{self.num_key_value_heads}: choose a divisor, or equal numbers for attention without GQA"
+                f"num_attention_heads is {self.num_attention_heads}, which is not divisible by "
+                "num_key_value_heads "
+                f"{self.num_key_value_heads}: choose a divisor, or equal numbers for attention "
+                "without GQA"
             )
         if self.full_attention_every is not None and self.sliding_window is None:
-            raise ValueError(f"full_attention_every is {self.full_attention_every}, but sliding_window is not set: set it")
+            raise ValueError(
+                f"full_attention_every is {self.full_attention_every}, but sliding_window is not "
+                "set: set it"
+            )
         if self.num_experts and self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}, but there are only {self.num_experts} experts: lower it"
+                f"num_experts_per_tok is {self.num_experts_per_tok}, but there are only "
+                f"{self.num_experts} experts: lower it"
             )
         if self.num_experts and self.first_dense_layers >= self.num_hidden_layers:
             raise ValueError(
-                f"first_dense_layers is {self.first_dense_layers}, which leaves none of {self.num_hidden_layers} layers for "
+                f"first_dense_layers is {self.first_dense_layers}, which leaves none of "
+                f"{self.num_hidden_layers} layers for "
                 "experts: lower it, or set num_experts to 0"
             )
         if self.head_dim % 2 or (self.rope_scaling == "ntk" and self.head_dim < 4):
             raise ValueError(
-                f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even, and at least 4 for rope_scaling ntk"
+                f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even, and at "
+                "least 4 for rope_scaling ntk"
             )
         if self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise ValueError(
-                f"rope_low_freq_factor is {self.rope_low_freq_factor}: must be below rope_high_freq_factor "
+                f"rope_low_freq_factor is {self.rope_low_freq_factor}: must be below "
+                "rope_high_freq_factor "
                 f"{self.rope_high_freq_factor}"
             )
         return self
@@ -145,10 +201,14 @@ def _spec(shape: ModelShape) -> ModelSpec:
         attention_norms=heads * shape.head_dim if shape.qk_norm else 0,
     )
     sparse, every = _with_experts(dense, shape), shape.full_attention_every
-    kinds = (sparse if shape.has_experts(layer) else dense for layer in range(shape.num_hidden_layers))
+    kinds = (
+        sparse if shape.has_experts(layer) else dense for layer in range(shape.num_hidden_layers)
+    )
     return ModelSpec(
         layers=tuple(
-            replace(kind, window=shape.sliding_window if every is None or (layer + 1) % every else None)
+            replace(
+                kind, window=shape.sliding_window if every is None or (layer + 1) % every else None
+            )
             for layer, kind in enumerate(kinds)
         ),
         hidden_size=shape.hidden_size,
@@ -168,7 +228,8 @@ def _with_experts(dense: LayerSpec, shape: ModelShape) -> LayerSpec:
     hidden, shared = shape.hidden_size, shape.shared_expert_intermediate_size
     chosen, count = shape.num_experts_per_tok, shape.num_experts
     experts = _mlp(hidden, shape.expert_width, count=count, used=chosen, role="expert")
-    of_all = (Matrix(count, hidden), *(_mlp(hidden, shared) if shared else ()))  # router, and expert of all tokens
+    # router, and expert of all tokens.
+    of_all = (Matrix(count, hidden), *(_mlp(hidden, shared) if shared else ()))
     return replace(
         dense,
         intermediate_size=chosen * shape.expert_width + shared,
@@ -177,7 +238,15 @@ def _with_experts(dense: LayerSpec, shape: ModelShape) -> LayerSpec:
 
 
 def _shape(
-    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, /, tied: bool, **options: Any
+    hidden: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    /,
+    tied: bool,
+    **options: Any,
 ) -> ModelShape:
     return ModelShape(
         **options,
@@ -191,12 +260,20 @@ def _shape(
     )
 
 
-def _llama(hidden: int, mlp: int, layers: int, heads: int, head_dim: int = 128, tied: bool = False) -> ModelShape:
+def _llama(
+    hidden: int, mlp: int, layers: int, heads: int, head_dim: int = 128, tied: bool = False
+) -> ModelShape:
     return _shape(hidden, mlp, layers, heads, 8, head_dim, tied=tied)
 
 
 def _qwen3(
-    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int = 8, tied: bool = False, expert: int = 0
+    hidden: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    kv_heads: int = 8,
+    tied: bool = False,
+    expert: int = 0,
 ) -> ModelShape:
     options: dict[str, Any] = {"qk_norm": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
     if expert:
@@ -205,8 +282,24 @@ def _qwen3(
 
 
 def _gpt_oss(layers: int, experts: int) -> ModelShape:
-    options: dict[str, Any] = {"qkv_bias": True, "sliding_window": 128, "full_attention_every": 2, "rope_theta": 150_000.0}
-    return _shape(2880, 2880, layers, 64, 8, 64, tied=False, num_experts=experts, num_experts_per_tok=4, **options)
+    options: dict[str, Any] = {
+        "qkv_bias": True,
+        "sliding_window": 128,
+        "full_attention_every": 2,
+        "rope_theta": 150_000.0,
+    }
+    return _shape(
+        2880,
+        2880,
+        layers,
+        64,
+        8,
+        64,
+        tied=False,
+        num_experts=experts,
+        num_experts_per_tok=4,
+        **options,
+    )
 
 
 PRESETS: dict[str, ModelShape] = {
@@ -247,10 +340,12 @@ PRESETS: dict[str, ModelShape] = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
-"""Shapes by name, without the vocabulary, and without the RoPE scaling by which trained models were extended.
+"""Shapes by name, without the vocabulary, and without the RoPE scaling by which trained models were
+extended.
 
-Sources: config.json of meta-llama/Llama-3.2-1B, -3B, Llama-3.1-8B, -70B, -405B, Qwen/Qwen3-0.6B to -235B-A22B,
-mistralai/Mixtral-8x7B-v0.1, and openai/gpt-oss-20b and -120b, which also have attention sinks, biases of experts and of the
-output projection, and bounds of their activations, that the decoder lacks. llama-style-462b is 405b with more layers, and
-llama-style-1t is wider: models of docs/evidence/scaling.md.
+Sources: config.json of meta-llama/Llama-3.2-1B, -3B, Llama-3.1-8B, -70B, -405B, Qwen/Qwen3-0.6B to
+-235B-A22B, mistralai/Mixtral-8x7B-v0.1, and openai/gpt-oss-20b and -120b, which also have attention
+sinks, biases of experts and of the output projection, and bounds of their activations, that the
+decoder lacks. llama-style-462b is 405b with more layers, and llama-style-1t is wider: models of
+docs/evidence/scaling.md.
 """

@@ -1,4 +1,5 @@
-"""The native decoder with weights from a checkpoint of transformers, read parameter by parameter."""
+"""The native decoder with weights from a checkpoint of transformers, read parameter by
+parameter."""
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -16,7 +17,8 @@ BUFFER = "rotary_emb.inv_freq"
 
 
 class NativeSource:
-    """A checkpoint, run by the native decoder. Raises NoNativeModel if the native decoder cannot run it."""
+    """A checkpoint, run by the native decoder. Raises NoNativeModel if the native decoder cannot
+    run it."""
 
     unused: Sequence[str] = ()
     """Always empty: a checkpoint with unused tensors is refused (see `sizes`)."""
@@ -39,24 +41,33 @@ class NativeSource:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter of the whole model. Raises PretrainedError if the checkpoint has other tensors."""
+        """Shape of each parameter of the whole model. Raises PretrainedError if the checkpoint has
+        other tensors."""
         with torch.device("meta"):
-            sizes = {name: tuple(weight.shape) for name, weight in Decoder(self.shape).named_parameters()}
+            sizes = {
+                name: tuple(weight.shape) for name, weight in Decoder(self.shape).named_parameters()
+            }
         known = {self._stored(theirs) for name in sizes for theirs in self._theirs(name)}
         known |= {"lm_head.weight"} if self.shape.tie_word_embeddings else set()
-        others = [name for name in self.files.files if name not in known and not name.endswith(BUFFER)]
+        others = [
+            name for name in self.files.files if name not in known and not name.endswith(BUFFER)
+        ]
         if others:
             raise PretrainedError(
-                f"{self.files.folder} has {', '.join(others[:3])}{' and more' * (len(others) > 3)}, which "
+                f"{self.files.folder} has "
+                f"{', '.join(others[:3])}{' and more' * (len(others) > 3)}, which "
                 f"{self.family.architecture} does not use: give a checkpoint of that model alone"
             )
         return sizes
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads a parameter to the CPU, in the checkpoint's dtype. Raises PretrainedError if it is missing or does not fit."""
+        """Reads a parameter to the CPU, in the checkpoint's dtype. Raises PretrainedError if it is
+        missing or does not fit."""
         if pieces := self.family.pieces(name, self.shape.num_experts):
             whole, *others = self.sizes[name]
-            return torch.cat([self._read(piece, (whole // len(pieces), *others)) for piece in pieces])
+            return torch.cat(
+                [self._read(piece, (whole // len(pieces), *others)) for piece in pieces]
+            )
         theirs, parts = self.family.parts(name)
         rows = [self.sizes[part][0] for part in parts]
         start = sum(rows[: parts.index(name)])
@@ -70,13 +81,20 @@ class NativeSource:
     def _read(self, theirs: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
         """Reads a tensor, or some of its rows; the whole must have the shape `shape`."""
         stored = self._stored(theirs)
-        if stored not in self.files.files and theirs == self.embedding and self.shape.tie_word_embeddings:
+        if (
+            stored not in self.files.files
+            and theirs == self.embedding
+            and self.shape.tie_word_embeddings
+        ):
             stored = "lm_head.weight"  # tied: both are the same
         if stored not in self.files.files:
-            raise PretrainedError(f"{self.files.folder} lacks {theirs}: give a checkpoint of the whole language model")
+            raise PretrainedError(
+                f"{self.files.folder} lacks {theirs}: give a checkpoint of the whole language model"
+            )
         if (actual := self.files.shape(stored)) != shape:
             raise PretrainedError(
-                f"{self.files.folder} does not fit its config.json: {stored} has shape {actual}, not {shape}; give the config "
+                f"{self.files.folder} does not fit its config.json: {stored} has shape {actual}, "
+                f"not {shape}; give the config "
                 "that the weights were saved with"
             )
         return self.files.read(stored, rows)
@@ -96,5 +114,6 @@ class PretrainedDecoder(Decoder):
         vars(self)["family"] = source.family
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """Reads the value from the checkpoint. Raises PretrainedError if it is missing, or has another shape."""
+        """Reads the value from the checkpoint. Raises PretrainedError if it is missing, or has
+        another shape."""
         return self.source.read(name).to(device=parameter.device, dtype=parameter.dtype)

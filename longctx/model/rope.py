@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al., 2021) in the head layout of Llama and Hugging Face, plain or for longer documents."""
+"""Rotary position embedding (Su et al., 2021) in the head layout of Llama and Hugging Face, plain
+or for longer documents."""
 
 import math
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ class Rope:
     """Rotation angles of heads by position.
 
     Attributes:
-        dim: size of a head, which is even.
-        theta: base of the frequencies θ^(-2i/dim).
-        scaling: none; linear: divides frequencies by `factor` (Chen et al., 2023); ntk: raises the base so that the lowest
-            frequency is divided by `factor` (bloc97, 2023); yarn: divides frequencies with fewer than `beta_slow` rotations
-            over the original length, keeps those with more than `beta_fast`, with a ramp in between (Peng et al., 2023);
-            llama3: the same with `low_freq_factor` and `high_freq_factor` rotations, smooth in the wavelength.
+        dim: size of a head, which is even. theta: base of the frequencies θ^(-2i/dim). scaling:
+        none; linear: divides frequencies by `factor` (Chen et al., 2023); ntk: raises the base so
+        that the lowest
+            frequency is divided by `factor` (bloc97, 2023); yarn: divides frequencies with fewer
+            than `beta_slow` rotations over the original length, keeps those with more than
+            `beta_fast`, with a ramp in between (Peng et al., 2023); llama3: the same with
+            `low_freq_factor` and `high_freq_factor` rotations, smooth in the wavelength.
         factor: new context length / original context length.
         original_length: original context length in tokens.
     """
@@ -35,8 +37,12 @@ class Rope:
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         """Returns radians per token, float64 [dim / 2]."""
-        theta = ntk_theta(self.theta, self.factor, self.dim) if self.scaling == "ntk" else self.theta
-        plain = theta ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float64) / self.dim)
+        theta = (
+            ntk_theta(self.theta, self.factor, self.dim) if self.scaling == "ntk" else self.theta
+        )
+        plain = theta ** -(
+            torch.arange(0, self.dim, 2, device=device, dtype=torch.float64) / self.dim
+        )
         if self.scaling == "linear":
             return plain / self.factor
         if self.scaling in ("yarn", "llama3"):
@@ -48,23 +54,38 @@ class Rope:
         """Returns the share of each frequency that is not scaled, [dim / 2]."""
         if self.scaling == "llama3":
             turns = self.original_length * plain / (2 * math.pi)
-            return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+            return (
+                (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            ).clamp(0, 1)
 
         def index(turns: float) -> float:
-            """Returns the index of the frequency with this number of rotations over the original length."""
-            return self.dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            """Returns the index of the frequency with this number of rotations over the original
+            length."""
+            return (
+                self.dim
+                * math.log(self.original_length / (turns * 2 * math.pi))
+                / (2 * math.log(self.theta))
+            )
 
-        low, high = max(0, math.floor(index(self.beta_fast))), min(self.dim - 1, math.ceil(index(self.beta_slow)))
-        ramp = (torch.arange(len(plain), device=plain.device, dtype=torch.float64) - low) / max(high - low, 0.001)
+        low, high = (
+            max(0, math.floor(index(self.beta_fast))),
+            min(self.dim - 1, math.ceil(index(self.beta_slow))),
+        )
+        ramp = (torch.arange(len(plain), device=plain.device, dtype=torch.float64) - low) / max(
+            high - low, 0.001
+        )
         return 1 - ramp.clamp(0, 1)
 
     @property
     def magnitude(self) -> float:
         """Factor by which YaRN scales queries and keys, to keep the entropy of attention."""
-        return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" and self.factor > 1 else 1.0
+        return (
+            0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" and self.factor > 1 else 1.0
+        )
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos and sin, float32 [tokens, 1, dim / 2], for `positions` [tokens], which restart in every document."""
+        """Returns cos and sin, float32 [tokens, 1, dim / 2], for `positions` [tokens], which
+        restart in every document."""
         # float64 keeps angles exact to the last digit of float32 at positions beyond 2²⁴ / 2π.
         angles = positions.double().unsqueeze(-1) * self.frequencies(positions.device)
         cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude

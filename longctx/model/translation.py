@@ -1,11 +1,12 @@
-"""Families of transformers models that the native decoder can run: translates configs to shapes, and tensor names to ours.
+"""Families of transformers models that the native decoder can run: translates configs to shapes,
+and tensor names to ours.
 
-Every field of a config is either translated, or known not to change the model's function, or at the default of its class;
-otherwise the model is refused. Tensors are renamed, and fused ones are split by rows: no value is computed, so that reading and
-writing a checkpoint keeps every bit.
+Every field of a config is either translated, or known not to change the model's function, or at the
+default of its class; otherwise the model is refused. Tensors are renamed, and fused ones are split
+by rows: no value is computed, so that reading and writing a checkpoint keeps every bit.
 
-Two features of transformers are left out: dropout, which is refused unless it is 0, and `pad_token_id`, whose entry of the
-embedding gets no gradient in transformers.
+Two features of transformers are left out: dropout, which is refused unless it is 0, and
+`pad_token_id`, whose entry of the embedding gets no gradient in transformers.
 """
 
 import re
@@ -21,21 +22,32 @@ from longctx.model.presets import EXPERT_OPTIONS, ModelShape, NoNativeModel
 from longctx.model.rope_fields import rope_fields, rope_of
 
 SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("rms_norm_eps", "tie_word_embeddings"),
 )
 """Fields with the same names in configs and shapes."""
 _HARMLESS = """
-    architectures attn_implementation auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype eos_token_id
-    id2label initializer_range label2id max_position_embeddings max_window_layers model_type name_or_path output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type return_dict tokenizer_class torch_dtype transformers_version
-    use_cache
+    architectures attn_implementation auto_map bos_token_id cache_implementation
+    chunk_size_feed_forward dtype eos_token_id id2label initializer_range label2id
+    max_position_embeddings max_window_layers model_type name_or_path output_attentions
+    output_hidden_states pad_token_id pretraining_tp problem_type return_dict tokenizer_class
+    torch_dtype transformers_version use_cache
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Fields of configs that do not change what a model of these families computes; nor do fields that begin with `_`."""
+"""Fields of configs that do not change what a model of these families computes; nor do fields that
+begin with `_`."""
 ACTIVATIONS = ("silu", "swish")
 """Names of the decoder's activation in configs."""
-FUSED_ATTENTION = {"self_attn.qkv_proj.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv")}
+FUSED_ATTENTION = {
+    "self_attn.qkv_proj.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
+}
 FUSED_MLP = {"mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}
 
 
@@ -67,12 +79,18 @@ class ExpertNames:
         values |= {"norm_topk_prob": True} if self.normalized else {}
         layers = sorted(getattr(config, self.dense) or ()) if self.dense else []
         if layers != list(range(len(layers))):
-            raise NoNativeModel(f"{self.dense} is {layers}, and only the first layers may have dense MLPs")
+            raise NoNativeModel(
+                f"{self.dense} is {layers}, and only the first layers may have dense MLPs"
+            )
         return {**values, "first_dense_layers": len(layers)}
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
         fields = {theirs: getattr(shape, ours) for ours, theirs in self.sizes.items()}
-        fields |= {self.sizes["moe_intermediate_size"]: shape.expert_width} if "moe_intermediate_size" in self.sizes else {}
+        fields |= (
+            {self.sizes["moe_intermediate_size"]: shape.expert_width}
+            if "moe_intermediate_size" in self.sizes
+            else {}
+        )
         return fields | ({self.dense: list(range(shape.first_dense_layers))} if self.dense else {})
 
 
@@ -97,11 +115,17 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def shape(self, config: Any) -> ModelShape:
-        """Returns the shape of a config. Raises NoNativeModel for anything that the native decoder does not support."""
+        """Returns the shape of a config. Raises NoNativeModel for anything that the native decoder
+        does not support."""
         values: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
-        values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        values["head_dim"] = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         if config.hidden_act not in ACTIVATIONS:
-            raise NoNativeModel(f"hidden_act is {config.hidden_act}, and only {', '.join(ACTIVATIONS)} are supported")
+            raise NoNativeModel(
+                f"hidden_act is {config.hidden_act}, and only {', '.join(ACTIVATIONS)} are "
+                "supported"
+            )
         values |= {**self.always, **self._windows(config), **rope_of(config)}
         if self.experts is not None:
             values |= self.experts.shape(config)
@@ -117,10 +141,16 @@ class Family:
         `longest`: number of tokens of the longest document; `end`: id of the end-of-document token.
         """
         values: dict[str, Any] = {name: getattr(shape, name) for name in SIZES}
-        values |= {"hidden_act": ACTIVATIONS[0], "head_dim": shape.head_dim, "max_position_embeddings": longest}
+        values |= {
+            "hidden_act": ACTIVATIONS[0],
+            "head_dim": shape.head_dim,
+            "max_position_embeddings": longest,
+        }
         values |= {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
         if shape.rope_scaling == "yarn":
-            values["max_position_embeddings"] = round(shape.rope_original_length * shape.rope_factor)
+            values["max_position_embeddings"] = round(
+                shape.rope_original_length * shape.rope_factor
+            )
         values["rope_parameters"] = rope_fields(shape)
         values |= self._window_fields(shape)
         if self.experts is not None:
@@ -131,12 +161,18 @@ class Family:
         if self.windows == "none":
             return {}
         window, count = config.sliding_window, config.num_hidden_layers
-        kinds = ["sliding_attention"] * count if self.windows == "all" and window else ["full_attention"] * count
+        kinds = (
+            ["sliding_attention"] * count
+            if self.windows == "all" and window
+            else ["full_attention"] * count
+        )
         if self.windows == "named":
             kinds = list(config.layer_types or kinds)
         strange = set(kinds) - {"full_attention", "sliding_attention"}
         if strange:
-            raise NoNativeModel(f"layer_types has {', '.join(sorted(strange))}, which is not supported")
+            raise NoNativeModel(
+                f"layer_types has {', '.join(sorted(strange))}, which is not supported"
+            )
         if "sliding_attention" not in kinds:
             return {}
         if window is None:
@@ -145,23 +181,31 @@ class Family:
             return {"sliding_window": window}
         every = kinds.index("full_attention") + 1
         if kinds != [_kind_of_layer(layer, window, every) for layer in range(count)]:
-            raise NoNativeModel("layer_types has full_attention in layers other than every n-th, which is not supported")
+            raise NoNativeModel(
+                "layer_types has full_attention in layers other than every n-th, which is not "
+                "supported"
+            )
         return {"sliding_window": window, "full_attention_every": every}
 
     def _window_fields(self, shape: ModelShape) -> dict[str, Any]:
         if self.windows == "none":
             return {}
         window = shape.sliding_window
-        fields: dict[str, Any] = {} if window is None and self.windows == "named" else {"sliding_window": window}
+        fields: dict[str, Any] = (
+            {} if window is None and self.windows == "named" else {"sliding_window": window}
+        )
         if self.windows == "named":
             layers = range(shape.num_hidden_layers)
-            fields["layer_types"] = [_kind_of_layer(layer, window, shape.full_attention_every) for layer in layers]
+            fields["layer_types"] = [
+                _kind_of_layer(layer, window, shape.full_attention_every) for layer in layers
+            ]
         if "use_sliding_window" in self.ignored:
             fields["use_sliding_window"] = window is not None
         return fields
 
     def _refuse_unknown(self, config: Any) -> None:
-        """Raises NoNativeModel for fields that are neither translated nor harmless, unless they have their default."""
+        """Raises NoNativeModel for fields that are neither translated nor harmless, unless they
+        have their default."""
         known = {*SIZES, *HARMLESS, *self.ignored, "head_dim", "hidden_act", "rope_parameters"}
         fields = {
             "sliding_window": self.windows != "none",
@@ -181,7 +225,8 @@ class Family:
             raise NoNativeModel(f"config.json has {listed}, which is not supported")
 
     def parts(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Returns the checkpoint's tensor that contains our parameter `name`, and all parameters in it, in row order."""
+        """Returns the checkpoint's tensor that contains our parameter `name`, and all parameters in
+        it, in row order."""
         block = re.match(r"layers\.\d+\.", name)
         if block is None:
             return (name if name.startswith("lm_head.") else f"model.{name}"), (name,)
@@ -195,15 +240,20 @@ class Family:
         return f"model.{name}", (name,)
 
     def pieces(self, name: str, experts: int) -> list[str]:
-        """Returns the checkpoint's tensors, one per expert, that our parameter `name` concatenates; none for other ones."""
+        """Returns the checkpoint's tensors, one per expert, that our parameter `name` concatenates;
+        none for other ones."""
         match = re.fullmatch(r"(layers\.\d+)\.moe\.experts\.(\w+)", name)
         if match is None or self.experts is None:
             return []
-        theirs = f"model.{match[1]}.{self.experts.module}.experts.{{}}.{self.experts.names[match[2]]}.weight"
-        return [theirs.format(number) for number in range(experts)]
+        before = f"model.{match[1]}.{self.experts.module}.experts"
+        after = f"{self.experts.names[match[2]]}.weight"
+        return [f"{before}.{number}.{after}" for number in range(experts)]
 
-    def tensors(self, weights: Mapping[str, torch.Tensor], experts: int = 0) -> dict[str, torch.Tensor]:
-        """Converts our parameters to the checkpoint's tensors; all parts of a fused tensor must be given.
+    def tensors(
+        self, weights: Mapping[str, torch.Tensor], experts: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Converts our parameters to the checkpoint's tensors; all parts of a fused tensor must be
+        given.
 
         `experts` is the number of experts of a mixture.
         """
@@ -214,7 +264,9 @@ class Family:
                 continue
             theirs, parts = self.parts(name)
             if name == parts[0]:
-                made[theirs] = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weight
+                made[theirs] = (
+                    torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weight
+                )
         return made
 
 
@@ -224,8 +276,12 @@ def _kind_of_layer(layer: int, window: int | None, every: int | None) -> str:
 
 
 def canonical(shape: ModelShape) -> ModelShape:
-    """Returns the canonical shape of the same model: options without effect are at their defaults."""
-    values, defaults = shape.model_dump(), {name: known.default for name, known in ModelShape.model_fields.items()}
+    """Returns the canonical shape of the same model: options without effect are at their
+    defaults."""
+    values, defaults = (
+        shape.model_dump(),
+        {name: known.default for name, known in ModelShape.model_fields.items()},
+    )
     scaling = values["rope_scaling"]
     if scaling == "ntk":
         values["rope_theta"] = ntk_theta(shape.rope_theta, shape.rope_factor, shape.head_dim)

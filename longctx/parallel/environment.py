@@ -1,4 +1,5 @@
-"""Environment: the place of this process as its launcher set it, and its share of the machine's cores."""
+"""Environment: the place of this process as its launcher set it, and its share of the machine's
+cores."""
 
 import os
 import time
@@ -25,25 +26,30 @@ class Launch:
         for name, value in values.items():
             if whole_number(value) is None:
                 raise UserError(
-                    f"the environment variable {name} is {value!r}: it must be a number; unset it, or start with torchrun"
+                    f"the environment variable {name} is {value!r}: it must be a number; unset it, "
+                    "or start with torchrun"
                 )
         launch = cls(*map(int, values.values()))
         launch._check()
         return launch
 
     def _check(self) -> None:
-        """Raises UserError for places that cannot be, as when only some of the variables are set."""
+        """Raises UserError for places that cannot be, as when only some of the variables are
+        set."""
         if self.rank >= self.world_size:
             raise UserError(
-                f"the environment variable RANK is {self.rank}, but WORLD_SIZE is {self.world_size}, so there is no such rank: "
+                f"the environment variable RANK is {self.rank}, but WORLD_SIZE is "
+                f"{self.world_size}, so there is no such rank: "
                 "set both, or start with torchrun"
             )
 
     @classmethod
     def to_join(cls) -> "Launch":
-        """Reads the environment of a process that is about to run with the others, and not before others are started.
+        """Reads the environment of a process that is about to run with the others, and not before
+        others are started.
 
-        Raises UserError for a task of a launcher that torchrun does not know: each of the tasks would run alone.
+        Raises UserError for a task of a launcher that torchrun does not know: each of the tasks
+        would run alone.
         """
         tasks = other_tasks()
         if tasks:
@@ -51,7 +57,8 @@ class Launch:
         launch = cls.read()
         if launch.world_size > 1 and "RANK" not in os.environ:
             raise UserError(
-                f"the environment variable WORLD_SIZE is {launch.world_size}, but RANK is not set, so that all processes would "
+                f"the environment variable WORLD_SIZE is {launch.world_size}, but RANK is not set, "
+                "so that all processes would "
                 "be rank 0: set both, or start with torchrun"
             )
         return launch
@@ -67,10 +74,11 @@ OTHER_LAUNCHERS = {
 
 
 def other_tasks() -> str:
-    """Returns what is wrong if a launcher has started several tasks, and torchrun none of them; nothing otherwise.
+    """Returns what is wrong if a launcher has started several tasks, and torchrun none of them;
+    nothing otherwise.
 
-    Processes are those of torchrun alone. SLURM's and MPI's numbers of tasks may be of the allocation, and not of this command,
-    so that they are not taken for ranks.
+    Processes are those of torchrun alone. SLURM's and MPI's numbers of tasks may be of the
+    allocation, and not of this command, so that they are not taken for ranks.
     """
     if "WORLD_SIZE" in os.environ:
         return ""
@@ -79,22 +87,29 @@ def other_tasks() -> str:
         tasks = None if name is None else whole_number(os.environ[name])
         if tasks is not None and tasks > 1:
             return (
-                f"{launcher} has {tasks} tasks ({name}), but torchrun started none of them, so each would run alone: start "
-                "one task per node with torchrun in it, such as srun --ntasks-per-node 1 torchrun --nnodes N --nproc-per-node "
-                "GPUS --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m longctx train .. (docs/clusters.md); or set "
+                f"{launcher} has {tasks} tasks ({name}), but torchrun started none of them, so "
+                "each would run alone: start "
+                "one task per node with torchrun in it, such as srun --ntasks-per-node 1 torchrun "
+                "--nnodes N --nproc-per-node "
+                "GPUS --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m longctx train .. "
+                "(docs/clusters.md); or set "
                 "WORLD_SIZE=1 and RANK=0 for a single process"
             )
     return ""
 
 
 def is_task() -> bool:
-    """Returns whether this process is one of several tasks, and not the script of an allocation for several."""
+    """Returns whether this process is one of several tasks, and not the script of an allocation for
+    several."""
     of_slurm = "SLURM_STEP_ID" in os.environ
-    return bool(other_tasks()) and (of_slurm or not any(name.startswith("SLURM_") for name in os.environ))
+    return bool(other_tasks()) and (
+        of_slurm or not any(name.startswith("SLURM_") for name in os.environ)
+    )
 
 
 def wait_for_rank_0() -> None:
-    """Waits, but for rank 0, so that one rank of each node tells an error of all: its launcher then ends the others there.
+    """Waits, but for rank 0, so that one rank of each node tells an error of all: its launcher then
+    ends the others there.
 
     The first rank of another node waits 2 s, and all others 10 s.
     """
@@ -103,8 +118,8 @@ def wait_for_rank_0() -> None:
 
 
 def processes_per_node(ranks: int) -> int | None:
-    """Returns the number of processes that the launcher started on this node; None if they are not part of a run of `ranks`
-    processes on several nodes, or the launcher does not say.
+    """Returns the number of processes that the launcher started on this node; None if they are not
+    part of a run of `ranks` processes on several nodes, or the launcher does not say.
     """
     launch = Launch.read()
     spread = "LOCAL_WORLD_SIZE" in os.environ and launch.local_world_size < launch.world_size
@@ -112,20 +127,24 @@ def processes_per_node(ranks: int) -> int | None:
 
 
 def share_cores(ranks: int) -> None:
-    """Divides this machine's cores among `ranks` processes through OMP_NUM_THREADS, unless it is set."""
+    """Divides this machine's cores among `ranks` processes through OMP_NUM_THREADS, unless it is
+    set."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
 
 
 def host_threads() -> int | None:
-    """Returns the number of threads for large computations on the CPU: this process's share of the cores it may use.
+    """Returns the number of threads for large computations on the CPU: this process's share of the
+    cores it may use.
 
-    None if OMP_NUM_THREADS says otherwise. A value of 1 does not count: torchrun sets it if the user has set none.
+    None if OMP_NUM_THREADS says otherwise. A value of 1 does not count: torchrun sets it if the
+    user has set none.
     """
     return _own_cores() if os.environ.get("OMP_NUM_THREADS", "1") == "1" else None
 
 
 def share_compilers() -> None:
-    """Lets torch.compile start one worker per core of this process's share, unless TORCHINDUCTOR_COMPILE_THREADS is set.
+    """Lets torch.compile start one worker per core of this process's share, unless
+    TORCHINDUCTOR_COMPILE_THREADS is set.
 
     Torch starts up to 32 in every process: 256 on a node of eight GPUs.
     """
@@ -137,5 +156,7 @@ def share_compilers() -> None:
 
 def _own_cores() -> int:
     """Returns this process's share of the cores that the processes of this node may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, cores // Launch.read().local_world_size)

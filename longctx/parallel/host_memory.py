@@ -1,7 +1,8 @@
 """Free host memory, and how the C library returns what is freed to the system.
 
-glibc keeps freed blocks of up to 32 MiB for reuse, but cannot reuse an aligned block for another of the same size: a process
-that reads a model block by block would end up with most of the model in memory.
+glibc keeps freed blocks of up to 32 MiB for reuse, but cannot reuse an aligned block for another of
+the same size: a process that reads a model block by block would end up with most of the model in
+memory.
 """
 
 import ctypes
@@ -15,7 +16,8 @@ LARGE = 1 << 20
 
 @contextmanager
 def returned_when_freed() -> Iterator[None]:
-    """Within the context, returns blocks of 1 MiB or more to the system as soon as they are freed; no effect without glibc.
+    """Within the context, returns blocks of 1 MiB or more to the system as soon as they are freed;
+    no effect without glibc.
 
     Afterwards blocks of up to 32 MiB are kept again, the value that glibc itself reaches over time.
     """
@@ -32,7 +34,8 @@ def returned_when_freed() -> Iterator[None]:
 
 
 def pinned_bytes(sizes: Iterable[int], *, rounded: bool) -> int:
-    """Returns the host memory that pinned buffers of these sizes in bytes take; `rounded`: each has a power of two."""
+    """Returns the host memory that pinned buffers of these sizes in bytes take; `rounded`: each has
+    a power of two."""
     return sum(1 << (size - 1).bit_length() if rounded and size else size for size in sizes)
 
 

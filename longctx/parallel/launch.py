@@ -1,4 +1,5 @@
-"""Starts torchrun on this machine from a command: it ends as its processes do, and adds no traceback."""
+"""Starts torchrun on this machine from a command: it ends as its processes do, and adds no
+traceback."""
 
 import logging
 import subprocess
@@ -26,26 +27,38 @@ def launches(processes: int) -> bool:
         return processes > 1
     started = Launch.read().local_world_size
     if started != processes:
-        raise UserError(f"--processes is {processes}, but torchrun started {started} on this machine: omit --processes")
+        raise UserError(
+            f"--processes is {processes}, but torchrun started {started} on this machine: omit "
+            "--processes"
+        )
     return False
 
 
 def _check_imported() -> None:
-    """Raises UserError if new processes would import another `longctx`: Python looks in the working directory first."""
+    """Raises UserError if new processes would import another `longctx`: Python looks in the working
+    directory first."""
     ours = Path(longctx.__file__)
-    command = [sys.executable, "-c", "from importlib.util import find_spec; print(find_spec('longctx').origin)"]
+    command = [
+        sys.executable,
+        "-c",
+        "from importlib.util import find_spec; print(find_spec('longctx').origin)",
+    ]
     theirs = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
     if theirs.resolve() != ours.resolve():
         raise UserError(
-            f"processes started in {Path.cwd()} would import another longctx, {theirs.parent}, than this command, "
-            f"{ours.parent}: start the command in another folder, or with python -m longctx to use theirs"
+            f"processes started in {Path.cwd()} would import another longctx, {theirs.parent}, "
+            "than this command, "
+            f"{ours.parent}: start the command in another folder, or with python -m longctx to use "
+            "theirs"
         )
 
 
 def launch(ranks: int, arguments: Sequence[str]) -> int:
-    """Runs `python -m longctx arguments` in `ranks` processes. Returns the exit status of the first that fails, else 0.
+    """Runs `python -m longctx arguments` in `ranks` processes. Returns the exit status of the first
+    that fails, else 0.
 
-    SIGINT and SIGTERM go on to the processes, which have half a minute to end; then 128 and the signal's number is returned.
+    SIGINT and SIGTERM go on to the processes, which have half a minute to end; then 128 and the
+    signal's number is returned.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,4 +1,5 @@
-"""Process groups: of a run (`Mesh`), and for the rings of trainers; all other modules are given a group or a mesh."""
+"""Process groups: of a run (`Mesh`), and for the rings of trainers; all other modules are given a
+group or a mesh."""
 
 import math
 import os
@@ -33,18 +34,20 @@ class Mesh:
     """The process groups of a run, from the view of one rank.
 
     Attributes:
-        domain: one-dimensional mesh over the ranks of combined data and context parallelism (`dp_cp`).
-        weights: mesh over the same ranks, over which parameters are sharded: the domain, or (replicas, shards).
-        tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same tokens (`tp`).
-        copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
-        exchange: separate communicator for the messages of ring attention, which so never queue behind collectives.
-        across: another one for those between nodes; None on one node.
-        control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one for host memory.
-        experts: mesh of the ranks with this stage of the model: those that hold each expert once, then the others, as in
+        domain: one-dimensional mesh over the ranks of combined data and context parallelism
+        (`dp_cp`). weights: mesh over the same ranks, over which parameters are sharded: the domain,
+        or (replicas, shards). tensor: one-dimensional mesh over the ranks of tensor parallelism,
+        which have the same tokens (`tp`). copies: `tensor` and `weights` as one mesh, in the order
+        in which a weight matrix is split. exchange: separate communicator for the messages of ring
+        attention, which so never queue behind collectives. across: another one for those between
+        nodes; None on one node. control: gloo group over all ranks, for flags, hashes and
+        checkpoints; on GPUs the only one for host memory. experts: mesh of the ranks with this
+        stage of the model: those that hold each expert once, then the others, as in
             `weights`; None if no experts are split.
-        tokens: group of all ranks with this stage of the model, if experts or tensor ranks share it, for sums over tokens.
-        pipeline: group of the ranks whose stages form one model, in order; None without a pipeline.
-        ends: group of the first and last rank of `pipeline`, which share a tied embedding; None on other ranks and without a
+        tokens: group of all ranks with this stage of the model, if experts or tensor ranks share
+        it, for sums over tokens. pipeline: group of the ranks whose stages form one model, in
+        order; None without a pipeline. ends: group of the first and last rank of `pipeline`, which
+        share a tied embedding; None on other ranks and without a
             pipeline.
     """
 
@@ -97,13 +100,15 @@ class Mesh:
     def counts(self) -> bool:
         """Whether this rank contributes to sums over the run, so that they count every token once.
 
-        True for one tensor rank per rank of the domain; in a pipeline only on the last stage, where the losses are.
+        True for one tensor rank per rank of the domain; in a pipeline only on the last stage, where
+        the losses are.
         """
         last = self.pipeline is None or self.pipeline_rank == dist.get_world_size(self.pipeline) - 1
         return last and self.tensor.get_local_rank() == 0
 
     def gather(self, values: list[float]) -> torch.Tensor:
-        """Returns the `values` of all ranks of the run, float64 [world size, values], on the CPU of every rank."""
+        """Returns the `values` of all ranks of the run, float64 [world size, values], on the CPU of
+        every rank."""
         rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.world_size)]
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.control)
         return torch.stack(rows)
@@ -113,19 +118,23 @@ class Mesh:
         return gather_objects(value, self.control)
 
     def agree(self, digest: str, what: str) -> None:
-        """Raises RuntimeError on every rank unless all ranks have the same hexadecimal `digest` of `what`."""
+        """Raises RuntimeError on every rank unless all ranks have the same hexadecimal `digest` of
+        `what`."""
         numbers = self.gather([number_of(digest)])
         if (numbers != numbers[0]).any():
             others = (numbers[:, 0] != numbers[0, 0]).nonzero().flatten().tolist()
             raise RuntimeError(
                 f"ranks disagree on {what}: ranks {others} differ from rank 0. "
-                "Do all nodes run the same versions of longctx and numpy, on the same store and settings?"
+                "Do all nodes run the same versions of longctx and numpy, on the same store and "
+                "settings?"
             )
 
     def __enter__(self) -> "Mesh":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         """Closes the groups; after an error on one of several ranks they stay, as `leave` says."""
         if error is None:
             self.close()
@@ -135,26 +144,30 @@ class Mesh:
     def close(self) -> None:
         if self.peers is not None:
             self.peers.close()
-        # Gloo's threads drop their last tensors under Python's lock, which the end of a group holds until they are done.
+        # Gloo's threads drop their last tensors under Python's lock, which the end of a group holds
+        # until they are done.
         time.sleep(0.01)
         dist.destroy_process_group()
 
 
 def leave(*, together: bool) -> None:
-    """Ends the groups of this process after an error, or another run in this process would meet them.
+    """Ends the groups of this process after an error, or another run in this process would meet
+    them.
 
-    On several ranks only if all leave `together`: otherwise the end of a group may wait for the others, and the launcher ends
-    this process anyway.
+    On several ranks only if all leave `together`: otherwise the end of a group may wait for the
+    others, and the launcher ends this process anyway.
     """
     if dist.is_initialized() and (together or dist.get_world_size() == 1):
         dist.destroy_process_group()
 
 
 def require_no_group() -> None:
-    """Raises UserError if this process is in groups already, which are not this run's to use or to end."""
+    """Raises UserError if this process is in groups already, which are not this run's to use or to
+    end."""
     if dist.is_initialized():
         raise UserError(
-            "this process has a process group already, of another trainer or of a run that failed on some of its ranks: call "
+            "this process has a process group already, of another trainer or of a run that failed "
+            "on some of its ranks: call "
             "torch.distributed.destroy_process_group() before, or start a new process"
         )
 
@@ -179,10 +192,11 @@ def join(
     check: Callable[[dist.ProcessGroup], None] | None = None,
     **sizes: Any,
 ) -> Mesh:
-    """Joins the processes that torchrun started (or runs alone) and makes the groups of these sizes, as `make_groups` does.
+    """Joins the processes that torchrun started (or runs alone) and makes the groups of these
+    sizes, as `make_groups` does.
 
-    On GPUs all groups but `control` have only NCCL: gloo connects every pair of ranks of every group, which takes minutes at
-    hundreds of ranks.
+    On GPUs all groups but `control` have only NCCL: gloo connects every pair of ranks of every
+    group, which takes minutes at hundreds of ranks.
     """
     require_no_group()
     timeout = timedelta(seconds=timeout_s)
@@ -199,7 +213,9 @@ def join(
     store = meet_all(launch, timeout_s)
     peers = Peers(PrefixStore("peers", store), launch.rank, launch.world_size, timeout_s)
     try:
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+        )
         return replace(make_groups(device, **sizes, timeout_s=timeout_s, check=check), peers=peers)
     except RuntimeError as error:
         error.add_note(peers.report(str(error)))
@@ -218,10 +234,12 @@ def make_groups(
 ) -> Mesh:
     """Makes the groups of a run from all processes of the default group.
 
-    `shard_ranks` consecutive ranks of the domain share one copy of the weights; None: all of them. The experts of a mixture are
-    split over `expert` consecutive ranks of the domain and their tensor ranks; None: the model has no experts. A collective or
-    message that takes longer than `timeout_s` seconds raises an error. Groups for messages between ranks are warmed up.
-    `check` is called with the group of all ranks before there are others, which only ranks with the same sizes can make.
+    `shard_ranks` consecutive ranks of the domain share one copy of the weights; None: all of them.
+    The experts of a mixture are split over `expert` consecutive ranks of the domain and their
+    tensor ranks; None: the model has no experts. A collective or message that takes longer than
+    `timeout_s` seconds raises an error. Groups for messages between ranks are warmed up. `check` is
+    called with the group of all ranks before there are others, which only ranks with the same sizes
+    can make.
     """
     timeout = timedelta(seconds=timeout_s)
     control = dist.new_group(backend="gloo", timeout=timeout)
@@ -229,9 +247,11 @@ def make_groups(
         check(control)
     ranks = dist.get_world_size() // (pipeline * tensor)
     shards = ranks if shard_ranks is None else shard_ranks
-    # Tensor ranks are neighbors; their axis comes before the domain's, as weights are first split over it.
+    # Tensor ranks are neighbors; their axis comes before the domain's, as weights are first split
+    # over it.
     numbers = torch.arange(pipeline * ranks * tensor).view(pipeline, ranks, tensor).transpose(1, 2)
-    numbers = numbers.clone(memory_format=torch.contiguous_format)  # torch 2.11 compares strides, also of axes of size 1
+    # Torch 2.11 compares strides, also of axes of size 1.
+    numbers = numbers.clone(memory_format=torch.contiguous_format)
     domain, weights, of_tensor, copies = _weight_meshes(device, numbers, shards, timeout)
     # The domain's group may be the world's, so the exchange gets a separate one.
     exchange, across = exchange_groups(numbers.reshape(-1, ranks), timeout, device)
@@ -243,8 +263,23 @@ def make_groups(
     if expert is not None or tensor > 1:
         tokens = _my_group(numbers.reshape(pipeline, -1), timeout)
     if expert is not None and expert * tensor > 1:
-        experts = _expert_mesh(device, (pipeline, ranks // shards, shards // expert, expert * tensor), timeout)
-    mesh = Mesh(device, domain, weights, of_tensor, copies, exchange, control, stages, ends, experts, tokens, across)
+        experts = _expert_mesh(
+            device, (pipeline, ranks // shards, shards // expert, expert * tensor), timeout
+        )
+    mesh = Mesh(
+        device,
+        domain,
+        weights,
+        of_tensor,
+        copies,
+        exchange,
+        control,
+        stages,
+        ends,
+        experts,
+        tokens,
+        across,
+    )
     for group in (exchange, across, stages, ends):
         if group is not None:
             warm_up(group, device)
@@ -254,7 +289,8 @@ def make_groups(
 def _weight_meshes(
     device: torch.device, numbers: torch.Tensor, shards: int, timeout: timedelta
 ) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh, DeviceMesh]:
-    """Makes the meshes `domain`, `weights`, `tensor` and `copies` from the ranks [pipeline, tensor, domain]."""
+    """Makes the meshes `domain`, `weights`, `tensor` and `copies` from the ranks [pipeline, tensor,
+    domain]."""
     if shards == numbers.shape[2]:
         whole = DeviceMesh(device.type, numbers, mesh_dim_names=AXES)
         domain = weights = whole["dp_cp"]
@@ -269,13 +305,18 @@ def _weight_meshes(
     return domain, weights, whole["tp"], copies
 
 
-def _expert_mesh(device: torch.device, sizes: tuple[int, int, int, int], timeout: timedelta) -> DeviceMesh:
-    """Makes the mesh over which experts are split, from the numbers of stages, replicas, shards and ranks with each expert."""
+def _expert_mesh(
+    device: torch.device, sizes: tuple[int, int, int, int], timeout: timedelta
+) -> DeviceMesh:
+    """Makes the mesh over which experts are split, from the numbers of stages, replicas, shards and
+    ranks with each expert."""
     numbers = torch.arange(math.prod(sizes)).view(sizes).permute(0, 3, 1, 2)
     axes: tuple[str, ...] = ("pp", "ep", *EXPERT_COPIES)
     if sizes[1] == 1:
         numbers, axes = numbers.squeeze(2), ("pp", "ep", EXPERT_COPIES[1])
-    whole = DeviceMesh(device.type, numbers.clone(memory_format=torch.contiguous_format), mesh_dim_names=axes)
+    whole = DeviceMesh(
+        device.type, numbers.clone(memory_format=torch.contiguous_format), mesh_dim_names=axes
+    )
     mesh = whole[axes[1:]]
     for axis in mesh.get_all_groups():
         SET_TIMEOUT(timeout, axis)
@@ -285,19 +326,24 @@ def _expert_mesh(device: torch.device, sizes: tuple[int, int, int, int], timeout
 def exchange_groups(
     rows: torch.Tensor, timeout: timedelta, device: torch.device
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Makes the groups of this rank's row of `rows` [groups, ranks] for messages of attention: for all of them, and on several
-    nodes another one for those between nodes. All ranks must call it, and then `attention.warm_up` on both.
+    """Makes the groups of this rank's row of `rows` [groups, ranks] for messages of attention: for
+    all of them, and on several nodes another one for those between nodes. All ranks must call it,
+    and then `attention.warm_up` on both.
     """
     exchange = _my_group(rows, timeout, device)
     assert exchange is not None
-    return exchange, None if processes_per_node(dist.get_world_size()) is None else _my_group(rows, timeout, device)
+    return exchange, None if processes_per_node(dist.get_world_size()) is None else _my_group(
+        rows, timeout, device
+    )
 
 
 def exchange_options(device: torch.device, timeout: timedelta) -> Any:
-    """Returns the options of one group for an exchange: on GPUs a stream of high priority, as FSDP has; None for gloo.
+    """Returns the options of one group for an exchange: on GPUs a stream of high priority, as FSDP
+    has; None for gloo.
 
-    Messages on a stream of normal priority would wait until attention's kernels, which take all of a GPU, leave room. NCCL's
-    group keeps the object, in which torch writes its name and ranks: two groups must not share one.
+    Messages on a stream of normal priority would wait until attention's kernels, which take all of
+    a GPU, leave room. NCCL's group keeps the object, in which torch writes its name and ranks: two
+    groups must not share one.
     """
     if device.type != "cuda":
         return None
@@ -306,11 +352,14 @@ def exchange_options(device: torch.device, timeout: timedelta) -> Any:
     return options
 
 
-def _my_group(rows: torch.Tensor, timeout: timedelta, exchanging: torch.device | None = None) -> dist.ProcessGroup | None:
-    """Makes a group of the ranks in each of `rows` [groups, ranks], and returns the one that this rank is in, if any.
+def _my_group(
+    rows: torch.Tensor, timeout: timedelta, exchanging: torch.device | None = None
+) -> dist.ProcessGroup | None:
+    """Makes a group of the ranks in each of `rows` [groups, ranks], and returns the one that this
+    rank is in, if any.
 
-    All ranks must call it with the same rows: every rank makes every group, in the same order. `exchanging` is the device of
-    an exchange; None for other groups.
+    All ranks must call it with the same rows: every rank makes every group, in the same order.
+    `exchanging` is the device of an exchange; None for other groups.
     """
     mine = None
     for members in rows.tolist():

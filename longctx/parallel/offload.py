@@ -1,8 +1,8 @@
 """Offload: keeps the inputs of recomputed blocks in host memory between forward and backward.
 
-Besides its attention output in mode selective, a recomputed block keeps only its input, so little else stays on the device.
-Copies to pinned host memory and back run on a separate stream, in parallel with the computation: an input comes back while
-backward is in the block after.
+Besides its attention output in mode selective, a recomputed block keeps only its input, so little
+else stays on the device. Copies to pinned host memory and back run on a separate stream, in
+parallel with the computation: an input comes back while backward is in the block after.
 """
 
 import weakref
@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(eq=False)
 class Kept:
-    """A tensor of a GPU in host memory. `before` refers to the one that was kept before, which backward needs next."""
+    """A tensor of a GPU in host memory. `before` refers to the one that was kept before, which
+    backward needs next."""
 
     device: torch.device
     host: torch.Tensor
@@ -26,7 +27,8 @@ class Kept:
     used: bool = False
 
     def start(self) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Begins the copy back, if it has not begun, after the copy to the host, which used the same stream.
+        """Begins the copy back, if it has not begun, after the copy to the host, which used the
+        same stream.
 
         Its memory is that of the current stream, which may still read what was there before.
         """
@@ -49,14 +51,17 @@ class Kept:
 
 
 class Offload:
-    """Runs blocks so that autograd saves their input as a copy in host memory; `moved_bytes` is the number of bytes copied."""
+    """Runs blocks so that autograd saves their input as a copy in host memory; `moved_bytes` is the
+    number of bytes copied."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
         self.stream: torch.cuda.Stream | None = None
         self._last: Callable[[], Kept | None] = lambda: None
 
-    def __call__(self, forward: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+    def __call__(
+        self, forward: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **named: Any
+    ) -> torch.Tensor:
         """Returns `forward(x, *others, **named)`, where `forward` saves `x` for its backward."""
         storage = x.untyped_storage().data_ptr()
 
@@ -77,7 +82,8 @@ class Offload:
         self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.stream):
             host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self.stream)  # keeps its memory from being reused before the copy is done
+            # Keeps its memory from being reused before the copy is done.
+            tensor.record_stream(self.stream)
         kept = Kept(tensor.device, host, self.stream, self._last)
         self._last = weakref.ref(kept)  # autograd alone keeps host memory
         return kept

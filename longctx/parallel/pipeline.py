@@ -1,13 +1,15 @@
-"""Pipeline parallelism: stages of consecutive layers, run by the schedules of `torch.distributed.pipelining`.
+"""Pipeline parallelism: stages of consecutive layers, run by the schedules of
+`torch.distributed.pipelining`.
 
-The schedule tells a stage only the number of a micro-batch, and each stage looks up layout, positions and labels itself. So no
-metadata is sent, and all messages between stages have one shape: a stage pads hidden states to the token budget on exit and
-cuts them to the real tokens on entry.
+The schedule tells a stage only the number of a micro-batch, and each stage looks up layout,
+positions and labels itself. So no metadata is sent, and all messages between stages have one shape:
+a stage pads hidden states to the token budget on exit and cuts them to the real tokens on entry.
 
-Ring attention inside stages cannot deadlock. All ranks of a domain run the same schedule over the same number of micro-batches,
-including empty ones, so they reach the exchange of every (stage, micro-batch, pass) in the same order; and exchange, gathering
-of weights and messages between stages have separate communicators. For the schedule, the ranks of a domain act as one: a
-circular wait between ranks would be one between the stages of a single pipeline, which never happens.
+Ring attention inside stages cannot deadlock. All ranks of a domain run the same schedule over the
+same number of micro-batches, including empty ones, so they reach the exchange of every (stage,
+micro-batch, pass) in the same order; and exchange, gathering of weights and messages between stages
+have separate communicators. For the schedule, the ranks of a domain act as one: a circular wait
+between ranks would be one between the stages of a single pipeline, which never happens.
 """
 
 import itertools
@@ -57,7 +59,8 @@ class Inputs:
 class Stage(nn.Module):
     """Consecutive blocks of a model; the first stage includes the embedding, the last one the head.
 
-    The modules are shared with the model. Hidden states are received and sent as [wire_rows, hidden].
+    The modules are shared with the model. Hidden states are received and sent as [wire_rows,
+    hidden].
     """
 
     def __init__(self, model: StagedModel, index: int, layers: range) -> None:
@@ -73,17 +76,23 @@ class Stage(nn.Module):
             self.norm, self.lm_head = model.norm, model.lm_head
         self.inputs: Callable[[int], Inputs]
         self.micro_batch: int
-        """The next one; not an argument, as FSDP would copy it to the GPU, where reading it makes the host wait."""
+        """The next one; not an argument, as FSDP would copy it to the GPU, where reading it makes
+        the host wait."""
         self.wire_rows: int
         self.tensor_ranks: int
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Runs the micro-batch number `micro_batch` through this stage. Returns hidden states for the next stage, or the loss.
+        """Runs the micro-batch number `micro_batch` through this stage. Returns hidden states for
+        the next stage, or the loss.
 
         The first stage ignores `hidden`.
         """
         mine = self.inputs(self.micro_batch)
-        x = self.embed(mine.tokens) if self.is_first else hidden[: len(mine.tokens) // self.tensor_ranks]
+        x = (
+            self.embed(mine.tokens)
+            if self.is_first
+            else hidden[: len(mine.tokens) // self.tensor_ranks]
+        )
         head = mine.head if self.is_last else None
         out = self.run(self.layers, x, mine.positions, mine.attention, head, mine.documents)
         return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
@@ -93,9 +102,9 @@ class PipelineRun:
     """The stages of one rank, and the schedule that runs micro-batches through all of them.
 
     Args:
-        stages: this rank's stages, in ascending order.
-        wire_rows: rows of hidden states in every message between stages: the maximum tokens of a micro-batch per rank.
-        dtype: dtype of these messages, the compute dtype.
+        stages: this rank's stages, in ascending order. wire_rows: rows of hidden states in every
+        message between stages: the maximum tokens of a micro-batch per rank. dtype: dtype of these
+        messages, the compute dtype.
     """
 
     def __init__(
@@ -129,12 +138,14 @@ class PipelineRun:
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """Parameter that the first stage has too: a tied embedding used as the head; None without one."""
+        """Parameter that the first stage has too: a tied embedding used as the head; None without
+        one."""
         tied = self.has_head and self.model.spec.tie_word_embeddings
         return next(self.model.lm_head.parameters()) if tied else None
 
     def idle(self) -> tuple[float, float]:
-        """Returns idle seconds of this rank in the last schedule (bubble and waiting for messages), and their share of it."""
+        """Returns idle seconds of this rank in the last schedule (bubble and waiting for messages),
+        and their share of it."""
         spent = self.clock.take()
         return spent[SCHEDULE], spent[SCHEDULE] / sum(spent.values())
 
@@ -148,11 +159,12 @@ class PipelineRun:
         return f"micro-batch {micro_batch}, stage {stage}, {name}{attention}"
 
     def forward_backward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> torch.Tensor:
-        """Runs all micro-batches through all stages and reduces the gradients. Returns the losses [micro_batches].
+        """Runs all micro-batches through all stages and reduces the gradients. Returns the losses
+        [micro_batches].
 
-        `inputs` returns this rank's inputs for a micro-batch, by its number; from `micro_batches` on, these are empty ones that
-        the schedule needs. All ranks of the pipeline and of the domain must call it with the same number. Losses are 0 on ranks
-        without the head.
+        `inputs` returns this rank's inputs for a micro-batch, by its number; from `micro_batches`
+        on, these are empty ones that the schedule needs. All ranks of the pipeline and of the
+        domain must call it with the same number. Losses are 0 on ranks without the head.
         """
         runs = self.pipeline.runs(micro_batches)
         self.inputs, self.last = {}, None
@@ -178,19 +190,23 @@ class PipelineRun:
 
     @torch.no_grad()
     def forward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> list[torch.Tensor]:
-        """Returns the output of the head for each micro-batch, without gradients; zeros [tokens] on ranks without the head.
+        """Returns the output of the head for each micro-batch, without gradients; zeros [tokens] on
+        ranks without the head.
 
-        All ranks of the pipeline and of the domain must call it with the same number. Micro-batches run through all stages one
-        after the other; with one stage per rank they overlap. In this order no rank sends a message alone that another one does
-        not receive next; with stages in the outer loop, two ranks of several chunks would wait for each other on NCCL. No
-        more than two outputs are kept until they are sent.
+        All ranks of the pipeline and of the domain must call it with the same number. Micro-batches
+        run through all stages one after the other; with one stage per rank they overlap. In this
+        order no rank sends a message alone that another one does not receive next; with stages in
+        the outer loop, two ranks of several chunks would wait for each other on NCCL. No more than
+        two outputs are kept until they are sent.
         """
         every_input = [inputs(number) for number in range(micro_batches)]
         for stage in self.stages:
             stage.inputs = every_input.__getitem__
         scores = [torch.zeros(len(one.tokens), device=self.mesh.device) for one in every_input]
         place, ranks = self.mesh.pipeline_rank, self.pipeline.ranks
-        before, after = (dist.get_global_rank(self.group, (place + step) % ranks) for step in (-1, 1))
+        before, after = (
+            dist.get_global_rank(self.group, (place + step) % ranks) for step in (-1, 1)
+        )
         sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
         def wait_for_sent(left: int) -> None:
@@ -214,15 +230,23 @@ class PipelineRun:
         return scores
 
     def hidden(self, device: torch.device) -> torch.Tensor:
-        """Returns an empty buffer for the hidden states of a micro-batch, or their gradients, between stages."""
-        return torch.empty(self.wire_rows, self.model.spec.hidden_size, dtype=self.dtype, device=device)
+        """Returns an empty buffer for the hidden states of a micro-batch, or their gradients,
+        between stages."""
+        return torch.empty(
+            self.wire_rows, self.model.spec.hidden_size, dtype=self.dtype, device=device
+        )
 
     def _schedule_of(self, runs: int) -> Any:
         """Returns the schedule for `runs` micro-batches; cached until the number changes."""
         if self._schedule is None or self._schedule[0] != runs:
             hidden = self.hidden(torch.device("meta")).requires_grad_()
             ignored = torch.empty(1, device="meta")
-            loss = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True)
+            loss = torch.empty(
+                (),
+                dtype=torch.promote_types(self.dtype, torch.float32),
+                device="meta",
+                requires_grad=True,
+            )
             stages = [
                 _WatchedStage(
                     self,
@@ -235,18 +259,24 @@ class PipelineRun:
             # The last stage computes the loss itself.
             options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
             chunked = self.pipeline.chunks > 1
-            made = ScheduleInterleaved1F1B([*stages], runs, **options) if chunked else Schedule1F1B(stages[0], runs, **options)
+            made = (
+                ScheduleInterleaved1F1B([*stages], runs, **options)
+                if chunked
+                else Schedule1F1B(stages[0], runs, **options)
+            )
             self._schedule = runs, made
         return self._schedule[1]
 
     @torch.no_grad()
     def _add_up_tied_gradient(self) -> None:
-        """Sums the gradients of a tied embedding over the first and the last stage, which both have it."""
+        """Sums the gradients of a tied embedding over the first and the last stage, which both have
+        it."""
         if self.mesh.ends is None or not self.model.spec.tie_word_embeddings:
             return
         gradient = self.model.embed_tokens.weight.grad
         assert isinstance(gradient, DTensor)
-        total = gradient.to_local().to(self.mesh.device)  # NCCL cannot sum in host memory, where offloaded gradients are
+        # NCCL cannot sum in host memory, where offloaded gradients are.
+        total = gradient.to_local().to(self.mesh.device)
         dist.all_reduce(total, group=self.mesh.ends)
         gradient.to_local().copy_(total)
 
@@ -255,7 +285,15 @@ class _WatchedStage(LeanStage):
     """A stage that measures its compute time, and records its position for error messages."""
 
     def __init__(self, run: PipelineRun, stage: Stage, **examples: torch.Tensor) -> None:
-        super().__init__(run.hidden, stage, stage.index, run.pipeline.stages, run.mesh.device, group=run.group, **examples)
+        super().__init__(
+            run.hidden,
+            stage,
+            stage.index,
+            run.pipeline.stages,
+            run.mesh.device,
+            group=run.group,
+            **examples,
+        )
         self.run, self.stage = run, stage
 
     @contextmanager

@@ -28,35 +28,47 @@ PRODUCTS = [
     if hasattr(torch.ops.aten, name)
 ]
 """Matrix products as autograd's operators, whatever module or library calls them."""
-OF_EXPERTS = [getattr(torch.ops.aten, name).default for name in ("bmm", "_grouped_mm") if hasattr(torch.ops.aten, name)]
-"""Products of all experts at once, to which transformers adds biases in place: what was kept would have them twice."""
+OF_EXPERTS = [
+    getattr(torch.ops.aten, name).default
+    for name in ("bmm", "_grouped_mm")
+    if hasattr(torch.ops.aten, name)
+]
+"""Products of all experts at once, to which transformers adds biases in place: what was kept would
+have them twice."""
 BEGIN = torch.ops.longctx.ring_attention_begin.default
 NARROW = 8
-"""Products that widen their input by more than this factor, as adapters do, are recomputed: they cost little for their size."""
+"""Products that widen their input by more than this factor, as adapters do, are recomputed: they
+cost little for their size."""
 
 
-def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = None, offload: Offload | None = None) -> None:
+def apply_recompute(
+    model: Model, mode: str, *, mlp_tile_tokens: int | None = None, offload: Offload | None = None
+) -> None:
     """Applies activation checkpointing to every block, in place, before the block is sharded.
 
-    Modes: none keeps all activations. Of the others, all keep the block's input; all but full keep the outputs of attention, so
-    that attention and its exchange run once. norms also keeps the outputs of all matrices, and recomputes cheap operations
-    only: norms, RoPE, activation functions. mlp keeps the outputs of the matrices around attention, and recomputes those of the
+    Modes: none keeps all activations. Of the others, all keep the block's input; all but full keep
+    the outputs of attention, so that attention and its exchange run once. norms also keeps the
+    outputs of all matrices, and recomputes cheap operations only: norms, RoPE, activation
+    functions. mlp keeps the outputs of the matrices around attention, and recomputes those of the
     MLP. selective recomputes all matrices, full also attention. Gradients are the same, bit by bit.
-    With `mlp_tile_tokens`, the MLP processes that number of tokens at a time and is recomputed tile by tile, in every mode.
-    With `offload`, inputs of recomputed blocks are kept in host memory.
+    With `mlp_tile_tokens`, the MLP processes that number of tokens at a time and is recomputed tile
+    by tile, in every mode. With `offload`, inputs of recomputed blocks are kept in host memory.
 
-    Raises ValueError for another mode, and UserError if `mlp_tile_tokens` is set but a block has no module `mlp`.
+    Raises ValueError for another mode, and UserError if `mlp_tile_tokens` is set but a block has no
+    module `mlp`.
     """
     if mode not in RECOMPUTE_MODES:
         raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(RECOMPUTE_MODES)}")
     if mode == "norms" and mlp_tile_tokens is not None:
         mode = "mlp"  # tiles recompute the MLP anyway
     for block in model.layers:
-        if mlp_tile_tokens is not None and not hasattr(block, "moe"):  # experts compute in turns themselves
+        # Experts compute in turns themselves.
+        if mlp_tile_tokens is not None and not hasattr(block, "moe"):
             mlp = getattr(block, "mlp", None)
             if not isinstance(mlp, nn.Module):
                 raise UserError(
-                    f"train.mlp_tile_tokens is {mlp_tile_tokens}, but {type(block).__name__} has no module `mlp` to tile: "
+                    f"train.mlp_tile_tokens is {mlp_tile_tokens}, but {type(block).__name__} has "
+                    "no module `mlp` to tile: "
                     "remove it"
                 )
             mlp.forward = _in_tiles(_recomputed(mlp.forward, "full"), mlp_tile_tokens)
@@ -67,14 +79,22 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
         block.forward = forward if offload is None else partial(offload, forward)
 
 
-def _recomputed(forward: Callable[..., torch.Tensor], mode: str, expert_biases: bool = False) -> Callable[..., torch.Tensor]:
-    compiled: dict[str, Any] = {} if mode == "full" else {"context_fn": partial(_contexts, mode, expert_biases)}
+def _recomputed(
+    forward: Callable[..., torch.Tensor], mode: str, expert_biases: bool = False
+) -> Callable[..., torch.Tensor]:
+    compiled: dict[str, Any] = (
+        {} if mode == "full" else {"context_fn": partial(_contexts, mode, expert_biases)}
+    )
     eager = {"context_fn": keeping.contexts} if mode == "selective" else compiled
 
     def recomputed(
         *arguments: Any, **named: Any
     ) -> torch.Tensor:  # a function, as torch.compile skips the frame of a partial of `checkpoint`
-        how = {"use_reentrant": False, "preserve_rng_state": False, **(compiled if torch.compiler.is_compiling() else eager)}
+        how = {
+            "use_reentrant": False,
+            "preserve_rng_state": False,
+            **(compiled if torch.compiler.is_compiling() else eager),
+        }
         out: torch.Tensor = checkpoint(forward, *arguments, **how, **named)
         return out
 
@@ -82,11 +102,13 @@ def _recomputed(forward: Callable[..., torch.Tensor], mode: str, expert_biases: 
 
 
 def _contexts(mode: str, expert_biases: bool = False) -> Any:
-    """Returns the contexts of one block's forward and recomputation, which keep what `mode` says."""
+    """Returns the contexts of one block's forward and recomputation, which keep what `mode`
+    says."""
     if mode == "selective":
         return create_selective_checkpoint_contexts(OPERATORS)
     since_attention: dict[bool, int] = {}
-    """Matrix products since attention, counted separately for recomputation, as torch < 2.13 calls the policy there too."""
+    """Matrix products since attention, counted separately for recomputation, as torch < 2.13 calls
+    the policy there too."""
 
     def keeps(recomputing: bool, operator: Any, arguments: tuple[Any, ...]) -> bool:
         if operator in OPERATORS:
@@ -95,14 +117,17 @@ def _contexts(mode: str, expert_biases: bool = False) -> Any:
             return True
         if operator not in PRODUCTS or (expert_biases and operator in OF_EXPERTS):
             return False
-        left, right = [each for each in arguments if isinstance(each, torch.Tensor) and each.dim() > 1][:2]
+        left, right = [
+            each for each in arguments if isinstance(each, torch.Tensor) and each.dim() > 1
+        ][:2]
         if left.shape[-1] * NARROW < right.shape[-1]:
             return False
         count = since_attention.get(recomputing)
         if count is None:  # queries, keys and values
             return True
         since_attention[recomputing] = count + 1
-        return mode == "norms" or count == 0  # the first product after attention is its output matrix, others are the MLP
+        # The first product after attention is its output matrix, others are the MLP.
+        return mode == "norms" or count == 0
 
     def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
         kept = keeps(context.is_recompute, operator, arguments)
@@ -112,24 +137,35 @@ def _contexts(mode: str, expert_biases: bool = False) -> Any:
 
 
 def unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Hides a hook from selective recomputation, which would count its operations and find others in backward.
+    """Hides a hook from selective recomputation, which would count its operations and find others
+    in backward.
 
-    Needed for modules inside a block that FSDP shards on their own: it gathers weights in forward, but earlier in backward.
+    Needed for modules inside a block that FSDP shards on their own: it gathers weights in forward,
+    but earlier in backward.
     """
 
     def hidden(*arguments: Any, **named: Any) -> Any:
-        seen = isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+        seen = isinstance(
+            _get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+        )
         with _pop_mode_temporarily() if seen else nullcontext():
             return hook(*arguments, **named)
 
     return hidden
 
 
-def _in_tiles(forward: Callable[..., torch.Tensor], tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def tiled(x: torch.Tensor) -> torch.Tensor:  # a function, as torch.compile would compile a partial again for every layer
+def _in_tiles(
+    forward: Callable[..., torch.Tensor], tokens: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    # A function, as torch.compile would compile a partial again for every layer.
+    def tiled(x: torch.Tensor) -> torch.Tensor:
         tiles = [forward(tile) for tile in x.split(tokens, dim=-2)]
-        if not isinstance(tiles[0], torch.Tensor):  # as experts of gpt-oss, with the scores of their router
-            raise UserError(f"train.mlp_tile_tokens is {tokens}, but MLPs of this model return more than a tensor: omit it")
+        # As experts of gpt-oss, with the scores of their router.
+        if not isinstance(tiles[0], torch.Tensor):
+            raise UserError(
+                f"train.mlp_tile_tokens is {tokens}, but MLPs of this model return more than a "
+                "tensor: omit it"
+            )
         return torch.cat(tiles, dim=-2)
 
     return tiled

@@ -1,7 +1,9 @@
-"""Sharded data parallelism: FSDP2 over the domain, with gradients summed (never averaged), in float32.
+"""Sharded data parallelism: FSDP2 over the domain, with gradients summed (never averaged), in
+float32.
 
-The mesh decides which ranks share a copy of the model: one axis shards it over all ranks; two axes (replicas, shards) shard it
-within each replica, for example a node; if the second axis has one rank, every rank has a whole copy.
+The mesh decides which ranks share a copy of the model: one axis shards it over all ranks; two axes
+(replicas, shards) shard it within each replica, for example a node; if the second axis has one
+rank, every rank has a whole copy.
 """
 
 from collections.abc import Sequence
@@ -9,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from longctx.model.experts import Experts
@@ -26,17 +34,21 @@ def shard(
     stages: Sequence[nn.Module] | None,
     offload_optimizer: bool,
 ) -> None:
-    """Shards every block and the rest of the model, or of each of its pipeline `stages`, over `mesh.weights`, in place.
+    """Shards every block and the rest of the model, or of each of its pipeline `stages`, over
+    `mesh.weights`, in place.
 
-    Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. (Gradients of
-    norms are summed over tensor ranks in `dtype` if the backward that computes them also reduces them.) Inputs of blocks are
-    not cast: the tables of RoPE must stay float32. `reshard_after` says when a block frees its gathered weights: after its
-    forward and again after its backward ("block"), only after its backward ("micro_batch"), or, with `reduce_gradients`, at
-    the end of the step ("step"). With `offload_optimizer`, weights, gradients and optimizer state stay in host memory, where
-    the optimizer computes.
+    Weights are kept, and gradients accumulated and reduced, in float32; forward and backward
+    compute in `dtype`. (Gradients of norms are summed over tensor ranks in `dtype` if the backward
+    that computes them also reduces them.) Inputs of blocks are not cast: the tables of RoPE must
+    stay float32. `reshard_after` says when a block frees its gathered weights: after its forward
+    and again after its backward ("block"), only after its backward ("micro_batch"), or, with
+    `reduce_gradients`, at the end of the step ("step"). With `offload_optimizer`, weights,
+    gradients and optimizer state stay in host memory, where the optimizer computes.
     """
     offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     options: dict[str, Any] = {
         "mp_policy": policy,
         "offload_policy": offload,
@@ -59,18 +71,21 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if stages is not None and reshard_after == "block":
-            # Torch's pipelines pass False before every backward, after which all blocks of a stage would stay gathered.
+            # Torch's pipelines pass False before every backward, after which all blocks of a stage
+            # would stay gathered.
             vars(root)["set_reshard_after_backward"] = lambda reshard: None
         _describe_as_split(root, mesh)
 
 
 @torch.no_grad()
 def _describe_as_split(root: nn.Module, mesh: Mesh) -> None:
-    """Describes weights that tensor or expert parallelism splits as DTensors of the whole: each rank's part, sharded.
+    """Describes weights that tensor or expert parallelism splits as DTensors of the whole: each
+    rank's part, sharded.
 
-    FSDP describes parts of tensor ranks in the opposite order, which is wrong if a size is not divisible, and the experts of a
-    rank as if there were no others: both would give wrong initial values and checkpoints. FSDP uses whatever parameter it finds
-    in a module, so parameters are replaced.
+    FSDP describes parts of tensor ranks in the opposite order, which is wrong if a size is not
+    divisible, and the experts of a rank as if there were no others: both would give wrong initial
+    values and checkpoints. FSDP uses whatever parameter it finds in a module, so parameters are
+    replaced.
     """
     described: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
@@ -81,7 +96,8 @@ def _describe_as_split(root: nn.Module, mesh: Mesh) -> None:
 
 
 def _as_split(weight: nn.Parameter, mesh: Mesh, *, is_expert: bool) -> nn.Parameter:
-    """Returns the description of a sharded weight; the weight itself if neither parallelism splits it."""
+    """Returns the description of a sharded weight; the weight itself if neither parallelism splits
+    it."""
     assert isinstance(weight, DTensor)
     whole, shape = mesh.experts if is_expert else mesh.copies, weight.shape
     if whole is None or (weight.device_mesh.ndim < whole.ndim and not is_expert):
@@ -91,7 +107,10 @@ def _as_split(weight: nn.Parameter, mesh: Mesh, *, is_expert: bool) -> nn.Parame
         shape = torch.Size((shape[0] * whole.size(0), *shape[1:]))
     else:
         *sharded, tensor = weight.placements
-        placements = [tensor, *(placement if placement.is_replicate() else Shard(0) for placement in sharded)]
+        placements = [
+            tensor,
+            *(placement if placement.is_replicate() else Shard(0) for placement in sharded),
+        ]
     local, stride = weight.to_local(), weight.stride()
     made = DTensor.from_local(local, whole, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(made, weight.requires_grad)
@@ -113,7 +132,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def accumulate_gradients(root: nn.Module) -> None:
-    """Adds gradients in the compute dtype to those in float32, which FSDP omits after a backward of weights only.
+    """Adds gradients in the compute dtype to those in float32, which FSDP omits after a backward of
+    weights only.
 
     From torch 2.15 on autograd itself adds them in float32, and FSDP has no such methods.
     """
@@ -133,24 +153,32 @@ def initialize_sharded(
     stages: Sequence[nn.Module] | None = None,
     keep_on: torch.device | None = None,
 ) -> None:
-    """Allocates a sharded model on the meta device and sets initial values, which do not depend on the number of ranks.
+    """Allocates a sharded model on the meta device and sets initial values, which do not depend on
+    the number of ranks.
 
-    Every rank draws one whole parameter at a time, on `device`, and keeps its shard, so nothing is sent and no rank ever has
-    the whole model. Shards are kept on `keep_on` if it is given, else on `device`.
+    Every rank draws one whole parameter at a time, on `device`, and keeps its shard, so nothing is
+    sent and no rank ever has the whole model. Shards are kept on `keep_on` if it is given, else on
+    `device`.
     """
     for root in [model] if stages is None else stages:
         root.to_empty(device=keep_on or device)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole = model.initial_value(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device), seed)
-        sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        whole = model.initial_value(
+            name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device), seed
+        )
+        sharded = distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
         parameter.to_local().copy_(sharded.to_local())
 
 
 def reduce_gradients(model: Model, in_this_backward: bool, keep_gathered: bool = False) -> None:
-    """Sets whether the next backward reduces gradients to shards; until then each rank accumulates them whole, in float32.
+    """Sets whether the next backward reduces gradients to shards; until then each rank accumulates
+    them whole, in float32.
 
-    `keep_gathered`: keep weights gathered after this backward, for the forward of the next micro-batch.
+    `keep_gathered`: keep weights gathered after this backward, for the forward of the next
+    micro-batch.
     """
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(not keep_gathered)

@@ -1,6 +1,7 @@
 """Times spans of work: by events in the stream on a GPU, by the wall clock on a CPU.
 
-Events are read only when the work is done, so timing does not wait for the GPU. A GPU span is the time that the stream took.
+Events are read only when the work is done, so timing does not wait for the GPU. A GPU span is the
+time that the stream took.
 """
 
 import time
@@ -14,7 +15,8 @@ Moment = torch.cuda.Event | float
 
 
 def now(device: torch.device) -> Moment:
-    """Returns the current time; on a GPU an event, which has the time when the stream reaches it."""
+    """Returns the current time; on a GPU an event, which has the time when the stream reaches
+    it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -23,7 +25,8 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds(start: Moment, stop: Moment) -> float:
-    """Returns the seconds between two moments of one device; a GPU's stream must have reached both."""
+    """Returns the seconds between two moments of one device; a GPU's stream must have reached
+    both."""
     if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
         return float(start.elapsed_time(stop)) / 1e3
     assert isinstance(start, float) and isinstance(stop, float)
@@ -60,7 +63,8 @@ class Clock:
         self.spans = [span for span in self.spans if span[0] == name]
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds per name since the last call. On a GPU the host waits for all work submitted so far."""
+        """Returns the seconds per name since the last call. On a GPU the host waits for all work
+        submitted so far."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         spent: dict[str, float] = defaultdict(float)

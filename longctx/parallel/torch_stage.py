@@ -1,6 +1,7 @@
 """A stage of torch's pipelines with receive buffers only while their micro-batch is in flight.
 
-Torch 2.13 keeps buffers for every micro-batch of a step. Remove this module from torch 2.15 on, which allocates them late.
+Torch 2.13 keeps buffers for every micro-batch of a step. Remove this module from torch 2.15 on,
+which allocates them late.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class LeanStage(PipelineStage):
-    """A stage that allocates its receive buffers, as `hidden` makes them, before a message and frees them after backward."""
+    """A stage that allocates its receive buffers, as `hidden` makes them, before a message and
+    frees them after backward."""
 
-    def __init__(self, hidden: Callable[[torch.device], torch.Tensor], *arguments: Any, **named: Any) -> None:
+    def __init__(
+        self, hidden: Callable[[torch.device], torch.Tensor], *arguments: Any, **named: Any
+    ) -> None:
         super().__init__(*arguments, **named)
         self.hidden = hidden
 
@@ -54,5 +58,6 @@ class LeanStage(PipelineStage):
 
 
 def _buffered(received: Any) -> list[Any]:
-    """Returns the entries that have a buffer: not the step's own inputs, nor those for which torch 2.15 allocates it later."""
+    """Returns the entries that have a buffer: not the step's own inputs, nor those for which torch
+    2.15 allocates it later."""
     return [info for info in received if getattr(info, "buffer", None) is not None]

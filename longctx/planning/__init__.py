@@ -1,1 +1,2 @@
-"""Plans, their cost and their lower bounds: pure functions of document lengths that need neither torch nor processes."""
+"""Plans, their cost and their lower bounds: pure functions of document lengths that need neither
+torch nor processes."""

@@ -1,7 +1,9 @@
-"""Assignment: the placement of every document as arrays indexed by document, and exact token counts per rank.
+"""Assignment: the placement of every document as arrays indexed by document, and exact token counts
+per rank.
 
-Planners, the cost model and the checker use this form; `plan.py` has the readable one. Token counts come from the cut points
-of `layout.py`, so scores and checks use exactly the tokens that each rank will hold.
+Planners, the cost model and the checker use this form; `plan.py` has the readable one. Token counts
+come from the cut points of `layout.py`, so scores and checks use exactly the tokens that each rank
+will hold.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ Integers = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max
 """Time in nanoseconds of an impossible choice: larger than any step time."""
 PAIRS_AT_ONCE = 1 << 20
-"""(document, ring member) pairs expanded at a time: bounds memory for many documents at high degrees."""
+"""(document, ring member) pairs expanded at a time: bounds memory for many documents at high
+degrees."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,11 @@ class Assignment:
         return int(self.micro_batch.max()) + 1
 
     @classmethod
-    def alternating(cls, micro_batch: Integers, first_rank: Integers, degree: Integers) -> "Assignment":
-        """Builds an assignment that reverses every second document of each ring: low ring indices receive the most K and V."""
+    def alternating(
+        cls, micro_batch: Integers, first_rank: Integers, degree: Integers
+    ) -> "Assignment":
+        """Builds an assignment that reverses every second document of each ring: low ring indices
+        receive the most K and V."""
         rings = np.flatnonzero(degree > 1)
         order = rings[np.lexsort((degree[rings], first_rank[rings], micro_batch[rings]))]
         key = np.stack([micro_batch[order], first_rank[order], degree[order]])
@@ -47,26 +53,35 @@ class Assignment:
 
     @classmethod
     def of(cls, plan: Plan) -> "Assignment":
-        """Returns the arrays of a plan that places every document exactly once (see `check_plan`)."""
-        rows = [(p.document, k, p.first_rank, p.degree, p.reversed) for k, mb in enumerate(plan.micro_batches) for p in mb]
+        """Returns the arrays of a plan that places every document exactly once (see
+        `check_plan`)."""
+        rows = [
+            (p.document, k, p.first_rank, p.degree, p.reversed)
+            for k, mb in enumerate(plan.micro_batches)
+            for p in mb
+        ]
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 5)
         return cls(table[:, 1], table[:, 2], table[:, 3], table[:, 4].astype(bool))
 
     def placements(self, rounds: Integers) -> tuple[tuple[Placement, ...], ...]:
-        """Returns the placements of each micro-batch, by ascending first rank, then document; rounds [documents]."""
+        """Returns the placements of each micro-batch, by ascending first rank, then document;
+        rounds [documents]."""
         result: list[list[Placement]] = [[] for _ in range(self.micro_batches)]
         order = np.lexsort((self.first_rank, self.micro_batch))
         columns = self.micro_batch, self.first_rank, self.degree, self.reversed, rounds
-        for document, micro_batch, *place in zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True):
+        for document, micro_batch, *place in zip(
+            order.tolist(), *(column[order].tolist() for column in columns), strict=True
+        ):
             result[micro_batch].append(Placement(document, *place))
         return tuple(map(tuple, result))
 
 
 def largest_shards(lengths: Integers, degrees: Integers) -> Integers:
-    """Returns the tokens on the fullest rank of each ring: `layout.largest_shard` for arrays, in closed form.
+    """Returns the tokens on the fullest rank of each ring: `layout.largest_shard` for arrays, in
+    closed form.
 
-    For length L = 2n·q + m at degree n, the fullest ring index holds 2q tokens if m = 0, 2q + 1 if m divides 2n (every whole
-    number is then a cut point), else 2q + 2.
+    For length L = 2n·q + m at degree n, the fullest ring index holds 2q tokens if m = 0, 2q + 1 if
+    m divides 2n (every whole number is then a cut point), else 2q + 2.
     """
     quotient, rest = np.divmod(lengths, 2 * degrees)
     hits = (2 * degrees) % np.maximum(rest, 1) == 0
@@ -75,7 +90,8 @@ def largest_shards(lengths: Integers, degrees: Integers) -> Integers:
 
 
 def least_degrees(lengths: Integers, ranks: int, tokens_per_rank: int, block: int = 1) -> Integers:
-    """Returns the smallest degree at which each document fits the token budget, or 0 if no degree up to `ranks` fits.
+    """Returns the smallest degree at which each document fits the token budget, or 0 if no degree
+    up to `ranks` fits.
 
     Degree and ranks are counted in blocks of `block` ranks.
     """
@@ -85,25 +101,33 @@ def least_degrees(lengths: Integers, ranks: int, tokens_per_rank: int, block: in
         fits = largest_shards(lengths[pending], least[pending] * block) <= tokens_per_rank
         pending = pending[~fits & (least[pending] < ranks)]
         least[pending] += 1
-    return np.where((least <= ranks) & (largest_shards(lengths, least * block) <= tokens_per_rank), least, 0)
+    return np.where(
+        (least <= ranks) & (largest_shards(lengths, least * block) <= tokens_per_rank), least, 0
+    )
 
 
-def spread(values: Integers, rows: Integers, start: Integers, stop: Integers, shape: tuple[int, int]) -> Integers:
-    """Adds `values[i]` to ranks [start[i], stop[i]) of row rows[i]; returns an array of `shape` = [micro-batches, ranks].
+def spread(
+    values: Integers, rows: Integers, start: Integers, stop: Integers, shape: tuple[int, int]
+) -> Integers:
+    """Adds `values[i]` to ranks [start[i], stop[i]) of row rows[i]; returns an array of `shape` =
+    [micro-batches, ranks].
 
     Sums in float64, which is exact below 2⁵³ (104 days in nanoseconds).
     """
     width = shape[1] + 1
     cells = shape[0] * width
-    edges = np.bincount(rows * width + start, values, cells) - np.bincount(rows * width + stop, values, cells)
+    edges = np.bincount(rows * width + start, values, cells) - np.bincount(
+        rows * width + stop, values, cells
+    )
     return np.cumsum(edges.reshape(shape[0], width), axis=1)[:, :-1].astype(np.int64)
 
 
 def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int, int]) -> Integers:
-    """Returns the exact tokens on every rank in every micro-batch: an array of `shape` = [micro-batches, ranks].
+    """Returns the exact tokens on every rank in every micro-batch: an array of `shape` =
+    [micro-batches, ranks].
 
-    A document of 2n·q + m tokens at degree n has 2q on every rank; ring index r holds f(r + 1) - f(r) of the other m, with
-    f(i) = ⌊i·m/2n⌋ + ⌈i·m/2n⌉.
+    A document of 2n·q + m tokens at degree n has 2q on every rank; ring index r holds f(r + 1) -
+    f(r) of the other m, with f(i) = ⌊i·m/2n⌋ + ⌈i·m/2n⌉.
     """
     a = assignment
     quotient, rest = np.divmod(lengths, 2 * a.degree)
@@ -120,7 +144,10 @@ def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int,
         upto = 2 * low + (above > 0)
         tokens = np.diff(upto, prepend=0)
         tokens[first] = upto[first]
-        start, direction = a.micro_batch[part] * shape[1] + a.first_rank[part], np.where(a.reversed[part], -1, 1)
+        start, direction = (
+            a.micro_batch[part] * shape[1] + a.first_rank[part],
+            np.where(a.reversed[part], -1, 1),
+        )
         start += np.where(a.reversed[part], degree - 1, 0)
         cell = np.repeat(start, degree) + np.repeat(direction, degree) * ring_index
         total += np.bincount(cell, tokens, shape[0] * shape[1]).astype(np.int64).reshape(shape)
@@ -128,9 +155,14 @@ def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int,
 
 
 def remote_tokens(lengths: Integers, assignment: Assignment, shape: tuple[int, int]) -> Integers:
-    """Returns, for every rank, the tokens of its split documents that other ranks hold; same shape as `tokens_on_ranks`."""
+    """Returns, for every rank, the tokens of its split documents that other ranks hold; same shape
+    as `tokens_on_ranks`."""
     rings = np.flatnonzero(assignment.degree > 1)
-    micro_batch, first_rank, degree = assignment.micro_batch[rings], assignment.first_rank[rings], assignment.degree[rings]
+    micro_batch, first_rank, degree = (
+        assignment.micro_batch[rings],
+        assignment.first_rank[rings],
+        assignment.degree[rings],
+    )
     split = Assignment(micro_batch, first_rank, degree, assignment.reversed[rings])
     whole = spread(lengths[rings], micro_batch, first_rank, first_rank + degree, shape)
     return whole - tokens_on_ranks(lengths[rings], split, shape)

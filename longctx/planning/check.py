@@ -1,8 +1,9 @@
 """Check: planner input, and the guarantees of a plan that training relies on.
 
-`make_plan` checks every plan before it returns it. I1: every document is placed in exactly one micro-batch, on ranks of the
-domain. I4: no rank holds more than `tokens_per_rank` tokens in any micro-batch. Together with the order of micro-batches (I2)
-and the purity of the layout (I3), these rule out deadlock and overflow.
+`make_plan` checks every plan before it returns it. I1: every document is placed in exactly one
+micro-batch, on ranks of the domain. I4: no rank holds more than `tokens_per_rank` tokens in any
+micro-batch. Together with the order of micro-batches (I2) and the purity of the layout (I3), these
+rule out deadlock and overflow.
 """
 
 from collections import Counter
@@ -11,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees, tokens_on_ranks
+from longctx.planning.assignment import (
+    Assignment,
+    Integers,
+    largest_shards,
+    least_degrees,
+    tokens_on_ranks,
+)
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import MODES, Plan, PlanError
@@ -43,7 +50,10 @@ def check_settings(
     if degree is not None:
         _whole("degree", degree, ranks)
         if mode != "static":
-            raise PlanError(f"degree is {degree}, but mode is {mode}: only mode static takes a degree; leave it out")
+            raise PlanError(
+                f"degree is {degree}, but mode is {mode}: only mode static takes a degree; leave "
+                "it out"
+            )
     if bins is not None and mode == "static":
         raise PlanError("bins are given, but mode is static: use mode bins, or leave bins out")
     _whole("pipeline ranks", pipeline.ranks, MOST_RANKS)
@@ -53,15 +63,22 @@ def check_settings(
         raise PlanError(f"pipeline chunks is {pipeline.chunks}: {rule}; {fix}")
 
 
-def check_lengths(lengths: Sequence[int], ranks: int, tokens_per_rank: int, profile: HardwareProfile) -> Integers:
-    """Returns the lengths as an array [documents]. Raises PlanError if they are empty, invalid, or fit no degree."""
+def check_lengths(
+    lengths: Sequence[int], ranks: int, tokens_per_rank: int, profile: HardwareProfile
+) -> Integers:
+    """Returns the lengths as an array [documents]. Raises PlanError if they are empty, invalid, or
+    fit no degree."""
     if len(lengths) == 0:
         raise PlanError("lengths are empty: give at least one document length")
     for document, length in enumerate(lengths):
         if not _is_whole(length):
-            raise PlanError(f"document {document} has length {length!r}: must be a whole number ≥ 1")
+            raise PlanError(
+                f"document {document} has length {length!r}: must be a whole number ≥ 1"
+            )
         if length > MOST_TOKENS:
-            raise PlanError(f"document {document} has length {length!r}: the maximum is {MOST_TOKENS} tokens")
+            raise PlanError(
+                f"document {document} has length {length!r}: the maximum is {MOST_TOKENS} tokens"
+            )
     sizes = np.array(lengths, dtype=np.int64)
     unfit = np.flatnonzero(least_degrees(sizes, ranks, tokens_per_rank) == 0)
     if len(unfit):
@@ -75,21 +92,27 @@ def check_trees(trees: Trees, lengths: Sequence[int]) -> None:
     for document, tree in trees.items():
         if document not in range(len(lengths)) or tree.length != lengths[document]:
             raise PlanError(
-                f"document {document} is given as a tree of {tree.length} tokens, but not by the {len(lengths)} lengths: give "
+                f"document {document} is given as a tree of {tree.length} tokens, but not by the "
+                f"{len(lengths)} lengths: give "
                 "those of all documents, and for a tree the sum of its nodes"
             )
 
 
 def check_sources(sources: Sequence[int], lengths: Sequence[int], trees: Trees) -> None:
-    """Raises PlanError if sources are not those of documents of these lengths, each with a target after it."""
+    """Raises PlanError if sources are not those of documents of these lengths, each with a target
+    after it."""
     if sources and (trees or len(sources) != len(lengths)):
         raise PlanError(
-            f"there are {len(sources)} sources and {len(trees)} trees, but {len(lengths)} documents: give one source for each, "
+            f"there are {len(sources)} sources and {len(trees)} trees, but {len(lengths)} "
+            "documents: give one source for each, "
             "and no trees"
         )
     for document, (source, length) in enumerate(zip(sources, lengths, strict=False)):
         if not 1 <= source < length:
-            raise PlanError(f"document {document} has {length} tokens, {source} of the source: needs one or more of each part")
+            raise PlanError(
+                f"document {document} has {length} tokens, {source} of the source: needs one or "
+                "more of each part"
+            )
 
 
 def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_rank: int) -> str:
@@ -99,7 +122,10 @@ def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_ran
     budget = int(largest_shards(np.broadcast_to(length, domain.shape), domain).min())
     enough = int(least_degrees(length, int(length[0]), tokens_per_rank)[0])
     others = f" ({len(unfit) - 1} more documents do not fit)" if len(unfit) > 1 else ""
-    held = f"{ranks} ranks of {tokens_per_rank} tokens hold at most {ranks * tokens_per_rank}, in even shares"
+    held = (
+        f"{ranks} ranks of {tokens_per_rank} tokens hold at most {ranks * tokens_per_rank}, in "
+        "even shares"
+    )
     ways = f"raise tokens_per_rank to {budget}, use {enough} ranks, or split the document"
     return f"document {document} has {length[0]} tokens, but {held}{others}: {ways}"
 
@@ -107,15 +133,19 @@ def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_ran
 def _check_magnitude(lengths: Integers, profile: HardwareProfile) -> None:
     """Raises PlanError for a step so long that sums of nanoseconds would not be exact."""
     s = lengths.astype(np.float64)
-    attention = profile.attention_s_per_token2 * float((s * s).sum()) / profile.attention_efficiency[0][1]
+    attention = (
+        profile.attention_s_per_token2 * float((s * s).sum()) / profile.attention_efficiency[0][1]
+    )
     slowest = min(profile.intra_node_bytes_per_s, profile.inter_node_bytes_per_s)
     per_token = profile.linear_s_per_token + profile.kv_bytes_per_token / slowest
     fixed = profile.launch_s + profile.latency_s + profile.step_s
     seconds = attention + per_token * float(s.sum()) + fixed * len(lengths)
     if seconds * 1e9 > LONGEST_STEP_NS:
         raise PlanError(
-            f"this step would take up to {seconds / 86_400:.0f} days by the hardware profile, but the maximum is "
-            f"{LONGEST_STEP_NS / 86_400e9:.0f} days: take a profile of the devices of the run (context.profile; for GPUs also "
+            f"this step would take up to {seconds / 86_400:.0f} days by the hardware profile, but "
+            "the maximum is "
+            f"{LONGEST_STEP_NS / 86_400e9:.0f} days: take a profile of the devices of the run "
+            "(context.profile; for GPUs also "
             "train.device), or check its constants"
         )
 
@@ -135,10 +165,15 @@ def check_plan(plan: Plan) -> None:
 
 def _check_form(plan: Plan) -> None:
     if not _is_whole(plan.ranks) or not _is_whole(plan.tokens_per_rank):
-        raise PlanError(f"ranks {plan.ranks!r} and tokens_per_rank {plan.tokens_per_rank!r} must be whole numbers ≥ 1")
+        raise PlanError(
+            f"ranks {plan.ranks!r} and tokens_per_rank {plan.tokens_per_rank!r} must be whole "
+            "numbers ≥ 1"
+        )
     for document, length in enumerate(plan.lengths):
         if not _is_whole(length):
-            raise PlanError(f"document {document} has length {length!r}: must be a whole number ≥ 1")
+            raise PlanError(
+                f"document {document} has length {length!r}: must be a whole number ≥ 1"
+            )
 
 
 def _check_documents(plan: Plan) -> None:
@@ -148,42 +183,64 @@ def _check_documents(plan: Plan) -> None:
             raise PlanError(f"micro-batch {micro_batch} has no document")
         for p in placements:
             where = f"document {p.document!r} in micro-batch {micro_batch}"
-            if not _is_whole(p.degree) or not _is_whole(p.first_rank, least=0) or not isinstance(p.reversed, bool):
+            if (
+                not _is_whole(p.degree)
+                or not _is_whole(p.first_rank, least=0)
+                or not isinstance(p.reversed, bool)
+            ):
                 raise PlanError(
-                    f"{where} is malformed: degree {p.degree!r}, first rank {p.first_rank!r}, reversed {p.reversed!r}"
+                    f"{where} is malformed: degree {p.degree!r}, first rank {p.first_rank!r}, "
+                    f"reversed {p.reversed!r}"
                 )
             if not _is_whole(p.rounds):
-                raise PlanError(f"{where} has {p.rounds!r} exchange rounds: must be a whole number ≥ 1")
+                raise PlanError(
+                    f"{where} has {p.rounds!r} exchange rounds: must be a whole number ≥ 1"
+                )
             if p.first_rank + p.degree > plan.ranks:
                 raise PlanError(
-                    f"{where} is on ranks {p.first_rank} to {p.first_rank + p.degree - 1}, but the domain has {plan.ranks}"
+                    f"{where} is on ranks {p.first_rank} to {p.first_rank + p.degree - 1}, but the "
+                    f"domain has {plan.ranks}"
                 )
             if not _is_whole(p.document, least=0) or p.document >= len(plan.lengths):
-                raise PlanError(f"{where} does not exist: the plan has {len(plan.lengths)} documents, counted from 0")
+                raise PlanError(
+                    f"{where} does not exist: the plan has {len(plan.lengths)} documents, counted "
+                    "from 0"
+                )
             seen[p.document] += 1
     if len(seen) < len(plan.lengths):
         missing = next(document for document in range(len(plan.lengths)) if document not in seen)
         raise PlanError(f"document {missing} is in no micro-batch")
     document, times = seen.most_common(1)[0] if seen else (0, 1)
     if times > 1:
-        places = [k for k, placements in enumerate(plan.micro_batches) for p in placements if p.document == document]
-        raise PlanError(f"document {document} is placed {times} times, in micro-batches {places}: must be once")
+        places = [
+            k
+            for k, placements in enumerate(plan.micro_batches)
+            for p in placements
+            if p.document == document
+        ]
+        raise PlanError(
+            f"document {document} is placed {times} times, in micro-batches {places}: must be once"
+        )
 
 
 def _check_tokens(plan: Plan) -> None:
     if not plan.lengths:
         return
     assignment = Assignment.of(plan)
-    tokens = tokens_on_ranks(np.array(plan.lengths, dtype=np.int64), assignment, (len(plan.micro_batches), plan.ranks))
+    tokens = tokens_on_ranks(
+        np.array(plan.lengths, dtype=np.int64), assignment, (len(plan.micro_batches), plan.ranks)
+    )
     over = np.argwhere(tokens > plan.tokens_per_rank)
     if len(over):
         micro_batch, rank = over[0].tolist()
         documents = [p.document for p in plan.micro_batches[micro_batch] if rank in p.ring]
         raise PlanError(
-            f"rank {rank} holds {tokens[micro_batch, rank]} tokens in micro-batch {micro_batch} (documents {documents}), "
+            f"rank {rank} holds {tokens[micro_batch, rank]} tokens in micro-batch {micro_batch} "
+            f"(documents {documents}), "
             f"but the budget is {plan.tokens_per_rank} tokens per rank"
         )
 
 
 def _is_whole(value: Any, least: int = 1) -> bool:
-    return (type(value) is int or isinstance(value, np.integer)) and bool(value >= least)  # a bool is an int by isinstance
+    # A bool is an int by isinstance.
+    return (type(value) is int or isinstance(value, np.integer)) and bool(value >= least)

@@ -1,4 +1,5 @@
-"""Hardware profile: the constants of the cost model, set by hand, read from a file or measured on this machine."""
+"""Hardware profile: the constants of the cost model, set by hand, read from a file or measured on
+this machine."""
 
 import itertools
 import math
@@ -28,32 +29,41 @@ class ProfileError(UserError):
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """Constants of the cost model (seconds, bytes and tokens; forward and backward of the layers of one pipeline rank).
+    """Constants of the cost model (seconds, bytes and tokens; forward and backward of the layers of
+    one pipeline rank).
 
     Attributes:
-        linear_s_per_token: time per token of everything except attention.
-        attention_s_per_token2: time of causal attention over a document of s tokens, divided by s², at efficiency 1.
-        attention_efficiency: (tokens of an unsplit document, efficiency in (0, 1]) pairs, ascending and never falling;
+        linear_s_per_token: time per token of everything except attention. attention_s_per_token2:
+        time of causal attention over a document of s tokens, divided by s², at efficiency 1.
+        attention_efficiency: (tokens of an unsplit document, efficiency in (0, 1]) pairs, ascending
+        and never falling;
             interpolated linearly in log2(tokens) and clamped at both ends.
-        attention_split_penalty: κ ≥ 0: attention on a document of s tokens at degree d is as efficient as on an unsplit
+        attention_split_penalty: κ ≥ 0: attention on a document of s tokens at degree d is as
+        efficient as on an unsplit
             document of s / (1 + κ (d - 1)) tokens.
-        kv_bytes_per_token: bytes of K and V exchanged per token, summed over all layers and all three passes.
-        intra_node_bytes_per_s, inter_node_bytes_per_s: bandwidth per rank inside a node and across nodes.
-        ranks_per_node: number of consecutive ranks of the domain on each node: its GPUs divided by the tensor-parallel size.
-        latency_s: fixed cost of the exchange per micro-batch.
-        overlap: share of attention time, in [0, 1], that can hide the exchange.
+        kv_bytes_per_token: bytes of K and V exchanged per token, summed over all layers and all
+        three passes. intra_node_bytes_per_s, inter_node_bytes_per_s: bandwidth per rank inside a
+        node and across nodes. ranks_per_node: number of consecutive ranks of the domain on each
+        node: its GPUs divided by the tensor-parallel size. latency_s: fixed cost of the exchange
+        per micro-batch. overlap: share of attention time, in [0, 1], that can hide the exchange.
         launch_s: fixed cost per micro-batch, including parameter gathering that is not hidden.
         step_s: fixed cost per step: the optimizer, and gradient reduction that is not hidden.
-        exchange_levels: 1: K and V go directly from their owner to every rank that needs them. 2: in rings that cross nodes,
-            K and V cross the network once per node and are then passed on inside the node (`context.two_level_exchange`).
-            Optional, 2 by default.
-        query_share: share of `linear_s_per_token`, in [0, 1], that computes queries while K and V travel, or the gradient of
-            their input while the gradients of K and V return. It hides the exchange at the same `overlap` as attention. 0, the
-            default, for models that compute queries before K and V are sent.
-        state_bytes: bytes of the states of linear attention that a rank receives from every other rank of a document's ring,
-            summed over all layers and passes, whatever the document's length. 0, the default, without linear attention.
-        split_s_per_token: time per token that the scans of linear attention take more in documents on several ranks.
-        received_s_per_token: time per token from another rank to compute its K and V from the latent that was sent.
+        exchange_levels: 1: K and V go directly from their owner to every rank that needs them. 2:
+        in rings that cross nodes,
+            K and V cross the network once per node and are then passed on inside the node
+            (`context.two_level_exchange`). Optional, 2 by default.
+        query_share: share of `linear_s_per_token`, in [0, 1], that computes queries while K and V
+        travel, or the gradient of
+            their input while the gradients of K and V return. It hides the exchange at the same
+            `overlap` as attention. 0, the default, for models that compute queries before K and V
+            are sent.
+        state_bytes: bytes of the states of linear attention that a rank receives from every other
+        rank of a document's ring,
+            summed over all layers and passes, whatever the document's length. 0, the default,
+            without linear attention.
+        split_s_per_token: time per token that the scans of linear attention take more in documents
+        on several ranks. received_s_per_token: time per token from another rank to compute its K
+        and V from the latent that was sent.
     """
 
     linear_s_per_token: float
@@ -76,7 +86,11 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         problems = []
-        for name in (field.name for field in fields(self) if field.name not in ("attention_efficiency", "exchange_levels")):
+        for name in (
+            field.name
+            for field in fields(self)
+            if field.name not in ("attention_efficiency", "exchange_levels")
+        ):
             value = getattr(self, name)
             if name in ("overlap", "query_share"):
                 valid, rule = _is_number(value) and 0 <= value <= 1, "in [0, 1]"
@@ -99,35 +113,61 @@ class HardwareProfile:
     def _efficiency_problems(self) -> list[str]:
         table = self.attention_efficiency
         if not table or any(len(row) != 2 or not all(map(_is_number, row)) for row in table):
-            return [f"attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs"]
+            return [
+                f"attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs"
+            ]
         tokens, values = [row[0] for row in table], [row[1] for row in table]
         problems = []
         if min(tokens) < 1 or any(a >= b for a, b in itertools.pairwise(tokens)):
-            problems.append(f"attention_efficiency tokens {tokens} must be ≥ 1 and strictly ascending")
+            problems.append(
+                f"attention_efficiency tokens {tokens} must be ≥ 1 and strictly ascending"
+            )
         if min(values) <= 0 or max(values) > 1:
             problems.append(f"attention_efficiency values {values} must be in (0, 1]")
         if any(a > b for a, b in itertools.pairwise(values)):
             problems.append(
-                f"attention_efficiency values {values} fall as documents get longer, which would break the lower bound: "
+                f"attention_efficiency values {values} fall as documents get longer, which would "
+                "break the lower bound: "
                 "replace each value with the maximum so far"
             )
         return problems
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "hardware profile") -> "HardwareProfile":
-        """Builds a profile from plain data. Raises ProfileError naming `source` and every missing or invalid constant."""
+    def from_dict(
+        cls, values: Mapping[str, Any], source: str = "hardware profile"
+    ) -> "HardwareProfile":
+        """Builds a profile from plain data. Raises ProfileError naming `source` and every missing
+        or invalid constant."""
         if not isinstance(values, Mapping):
             raise ProfileError(f"{source} is {said(values)}: must be a mapping of constants")
         known = {field.name for field in fields(cls)}
-        values = {key: value for key, value in values.items() if key not in ("name", "about", "describes", "measured")}
-        missing = sorted(field.name for field in fields(cls) if field.default is MISSING and field.name not in values)
+        values = {
+            key: value
+            for key, value in values.items()
+            if key not in ("name", "about", "describes", "measured")
+        }
+        missing = sorted(
+            field.name
+            for field in fields(cls)
+            if field.default is MISSING and field.name not in values
+        )
         unknown = sorted(map(str, set(values) - known))
         if missing or unknown:
-            parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)
-            raise ProfileError(f"{source}: {'; '.join(parts)}. The constants of a profile are: {', '.join(sorted(known))}")
+            parts = [f"missing {', '.join(missing)}"] * bool(missing) + [
+                f"unknown {', '.join(unknown)}"
+            ] * bool(unknown)
+            raise ProfileError(
+                f"{source}: {'; '.join(parts)}. The constants of a profile are: "
+                f"{', '.join(sorted(known))}"
+            )
         table = values["attention_efficiency"]
-        if not isinstance(table, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in table):
-            raise ProfileError(f"{source}: attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs")
+        if not isinstance(table, (list, tuple)) or not all(
+            isinstance(row, (list, tuple)) for row in table
+        ):
+            raise ProfileError(
+                f"{source}: attention_efficiency is {table!r}: must be a list of [tokens, "
+                "efficiency] pairs"
+            )
         try:
             return cls(**{**values, "attention_efficiency": tuple(tuple(row) for row in table)})
         except ProfileError as error:
@@ -141,23 +181,32 @@ class HardwareProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that `from_dict` reads back."""
-        return {**asdict(self), "attention_efficiency": [list(row) for row in self.attention_efficiency]}
+        return {
+            **asdict(self),
+            "attention_efficiency": [list(row) for row in self.attention_efficiency],
+        }
 
 
 def read_profile(name_or_path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the path of a profile and its whole content, including the described model and measurement details."""
+    """Returns the path of a profile and its whole content, including the described model and
+    measurement details."""
     shipped = SHIPPED / f"{name_or_path}.yaml"
     path = shipped if shipped.is_file() else local_path(name_or_path)
     if not path.is_file():
         names = ", ".join(shipped_profiles())
-        raise ProfileError(f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}")
+        raise ProfileError(
+            f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of "
+            f"{names}"
+        )
     try:
         values = deepcopy(_parsed(read_text(path)))
     except YamlError as error:
         raise ProfileError(f"{path} is not valid YAML or JSON: {error}") from error
     if not isinstance(values, dict):
         held = "is empty" if values is None else f"contains a {type(values).__name__}"
-        raise ProfileError(f"{path} {held}: must be a mapping of constants, as in `linear_s_per_token: 8.9e-5`")
+        raise ProfileError(
+            f"{path} {held}: must be a mapping of constants, as in `linear_s_per_token: 8.9e-5`"
+        )
     return path, values
 
 

@@ -9,7 +9,8 @@ Grid = tuple[int, int, int]
 
 
 class ImageWork(NamedTuple):
-    """Work of one image: its patches, the operations of forward and backward, and their time in nanoseconds."""
+    """Work of one image: its patches, the operations of forward and backward, and their time in
+    nanoseconds."""
 
     patches: int
     flops: int
@@ -22,7 +23,8 @@ NO_IMAGES: ImageWorks = {}
 
 
 def spread_images(patches: Sequence[int], rings: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the rank that encodes each image of a micro-batch: large ones first, each on the rank with the fewest patches.
+    """Returns the rank that encodes each image of a micro-batch: large ones first, each on the rank
+    with the fewest patches.
 
     `patches` and `rings` are the patches of every image, and the ranks of its document.
     """

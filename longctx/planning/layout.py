@@ -1,8 +1,10 @@
-"""Layout: the tokens of each document that a rank holds in one micro-batch, a pure function of the plan.
+"""Layout: the tokens of each document that a rank holds in one micro-batch, a pure function of the
+plan.
 
-A document of L tokens at degree n is cut at ⌊i·L/2n⌋, i = 0..2n. Ring index r holds chunk r (its head) and chunk 2n-1-r (its
-tail), which balances causal attention. L and n can be any numbers: nothing has to divide and nothing is padded; a rank with two
-empty chunks takes no part in the document. This is the zigzag placement of Llama 3 (§3.3.2) for any length.
+A document of L tokens at degree n is cut at ⌊i·L/2n⌋, i = 0..2n. Ring index r holds chunk r (its
+head) and chunk 2n-1-r (its tail), which balances causal attention. L and n can be any numbers:
+nothing has to divide and nothing is padded; a rank with two empty chunks takes no part in the
+document. This is the zigzag placement of Llama 3 (§3.3.2) for any length.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,11 +28,12 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a document in a micro-batch: ranks `first_rank … first_rank + degree - 1` of the domain.
+    """The place of a document in a micro-batch: ranks `first_rank … first_rank + degree - 1` of the
+    domain.
 
     Attributes:
-        reversed: whether ring indices are numbered from the last rank.
-        rounds: number of exchange rounds, ≥ 1; those that its ring cannot have are left out (see `ring_schedule`).
+        reversed: whether ring indices are numbered from the last rank. rounds: number of exchange
+        rounds, ≥ 1; those that its ring cannot have are left out (see `ring_schedule`).
     """
 
     document: int
@@ -49,12 +52,14 @@ class Placement:
 
 
 def head_span(length: int, degree: int, ring_index: int) -> Span:
-    """Returns the positions of chunk `ring_index`, the earlier of the two chunks of this ring index."""
+    """Returns the positions of chunk `ring_index`, the earlier of the two chunks of this ring
+    index."""
     return ring_index * length // (2 * degree), (ring_index + 1) * length // (2 * degree)
 
 
 def tail_span(length: int, degree: int, ring_index: int) -> Span:
-    """Returns the positions of chunk `2·degree - 1 - ring_index`, the later of the two chunks of this ring index."""
+    """Returns the positions of chunk `2·degree - 1 - ring_index`, the later of the two chunks of
+    this ring index."""
     return head_span(length, degree, 2 * degree - 1 - ring_index)
 
 
@@ -69,20 +74,27 @@ def largest_shard(length: int, degree: int) -> int:
 
     Ring index r holds f((r+1)x) - f(rx) tokens, with x = length/2degree and f(y) = ⌊y⌋ + ⌈y⌉.
     """
-    return max(shard_tokens(length, degree, r) for r in range(degree)) if length % (2 * degree) else length // degree
+    return (
+        max(shard_tokens(length, degree, r) for r in range(degree))
+        if length % (2 * degree)
+        else length // degree
+    )
 
 
 def longest_document(degree: int, tokens_per_rank: int) -> int:
-    """Returns a length up to which every document fits on `degree` ranks of `tokens_per_rank` tokens; 0 if none fits.
+    """Returns a length up to which every document fits on `degree` ranks of `tokens_per_rank`
+    tokens; 0 if none fits.
 
-    The head and the tail of a shard are each rounded up to a token, so an odd budget loses one token per rank.
+    The head and the tail of a shard are each rounded up to a token, so an odd budget loses one
+    token per rank.
     """
     return tokens_per_rank if degree == 1 else degree * (tokens_per_rank - tokens_per_rank % 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's shard of one document: rows [offset, offset + tokens) of the rank's buffer are [head; tail].
+    """One rank's shard of one document: rows [offset, offset + tokens) of the rank's buffer are
+    [head; tail].
 
     `head` and `tail` are ranges of positions in the document.
     """
@@ -121,21 +133,30 @@ class Shard:
         return self.length if self.tree is None else self.tree.longest
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Returns the position ids of tokens [start, stop): in a tree, the number of tokens before each on its path."""
+        """Returns the position ids of tokens [start, stop): in a tree, the number of tokens before
+        each on its path."""
         return np.arange(start, stop) if self.tree is None else self.tree.positions[start:stop]
 
     def before(self, token: int, count: int) -> Sequence[int]:
-        """Returns the last `count` tokens before a token in its sequence, in order; fewer at the start."""
-        return range(max(0, token - count), token) if self.tree is None else self.tree.before(token, count)
+        """Returns the last `count` tokens before a token in its sequence, in order; fewer at the
+        start."""
+        return (
+            range(max(0, token - count), token)
+            if self.tree is None
+            else self.tree.before(token, count)
+        )
 
     def rows(self, start: int, stop: int) -> range:
-        """Returns the buffer rows of positions [start, stop), which are in one chunk, or in both if the chunks are adjacent."""
+        """Returns the buffer rows of positions [start, stop), which are in one chunk, or in both if
+        the chunks are adjacent."""
         before = self.tail[0] - self.head[1] if start >= self.tail[0] else 0
         first = self.offset + start - self.head[0] - before
         return range(first, first + stop - start)
 
     def rank_of(self, ring_index: int) -> int:
-        return self.first_rank + self.stride * (self.degree - 1 - ring_index if self.reversed else ring_index)
+        return self.first_rank + self.stride * (
+            self.degree - 1 - ring_index if self.reversed else ring_index
+        )
 
     def index_of(self, rank: int) -> int | None:
         """Returns the ring index of a domain rank; None if it is outside the ring."""
@@ -145,16 +166,22 @@ class Shard:
         return self.degree - 1 - place if self.reversed else place
 
     def at(self, ring_index: int, degree: int) -> "Shard":
-        """Returns a copy with the chunks of another ring index and degree; `offset` is unchanged."""
-        head, tail = head_span(self.length, degree, ring_index), tail_span(self.length, degree, ring_index)
+        """Returns a copy with the chunks of another ring index and degree; `offset` is
+        unchanged."""
+        head, tail = (
+            head_span(self.length, degree, ring_index),
+            tail_span(self.length, degree, ring_index),
+        )
         return replace(self, degree=degree, ring_index=ring_index, head=head, tail=tail)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shards of one rank of the domain in one micro-batch, by ascending first rank, then document.
+    """The shards of one rank of the domain in one micro-batch, by ascending first rank, then
+    document.
 
-    Documents of which the rank holds no token are left out. `tokens` is the length of the rank's buffer without padding.
+    Documents of which the rank holds no token are left out. `tokens` is the length of the rank's
+    buffer without padding.
     """
 
     micro_batch: int
@@ -163,13 +190,21 @@ class Layout:
 
     @classmethod
     def of(
-        cls, placements: Iterable[Placement], lengths: Sequence[int], micro_batch: int, rank: int, trees: Trees = NO_TREES
+        cls,
+        placements: Iterable[Placement],
+        lengths: Sequence[int],
+        micro_batch: int,
+        rank: int,
+        trees: Trees = NO_TREES,
     ) -> "Layout":
-        """Builds the layout of `rank` from the placements of a micro-batch; `lengths` are tokens by document."""
+        """Builds the layout of `rank` from the placements of a micro-batch; `lengths` are tokens by
+        document."""
         shards: list[Shard] = []
         offset = 0
         for placement in sorted(placements, key=lambda p: (p.first_rank, p.document)):
-            shard = _shard(placement, lengths[placement.document], rank, offset, trees.get(placement.document))
+            shard = _shard(
+                placement, lengths[placement.document], rank, offset, trees.get(placement.document)
+            )
             if shard.tokens:
                 shards.append(shard)
                 offset += shard.tokens
@@ -207,14 +242,16 @@ CROSS_RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class CrossLayout:
-    """The shards of one rank whose tokens see other sequences: the target of each document sees its source.
+    """The shards of one rank whose tokens see other sequences: the target of each document sees its
+    source.
 
     Every target and every source has its own length, ring and degree.
 
     Attributes:
-        targets, sources: layouts of the queries and of the keys.
-        pairs: shards of the target and of the source of each document of which the rank holds a token, by ascending first rank
-            of the target, then document. A shard may be without tokens, or the rank outside its ring.
+        targets, sources: layouts of the queries and of the keys. pairs: shards of the target and of
+        the source of each document of which the rank holds a token, by ascending first rank
+            of the target, then document. A shard may be without tokens, or the rank outside its
+            ring.
     """
 
     targets: Layout
@@ -232,36 +269,49 @@ class CrossLayout:
         micro_batch: int,
         rank: int,
     ) -> "CrossLayout":
-        """Builds the layout of `rank` from the placements of a micro-batch, of the same documents in any order.
+        """Builds the layout of `rank` from the placements of a micro-batch, of the same documents
+        in any order.
 
         Raises LayoutError if the documents of targets and sources differ, or if one has no token.
         """
-        for name, placements, lengths in (("target", targets, target_lengths), ("source", sources, source_lengths)):
+        for name, placements, lengths in (
+            ("target", targets, target_lengths),
+            ("source", sources, source_lengths),
+        ):
             if missing := [p.document for p in placements if p.document >= len(lengths)]:
-                raise LayoutError(f"document {missing[0]} has no {name} length: {name}_lengths has {len(lengths)} elements")
+                raise LayoutError(
+                    f"document {missing[0]} has no {name} length: {name}_lengths has "
+                    f"{len(lengths)} elements"
+                )
         by_document = {source.document: source for source in sources}
         if sorted(by_document) != sorted(target.document for target in targets):
             raise LayoutError(
-                f"targets are of documents {sorted(target.document for target in targets)}, sources of {sorted(by_document)}: "
+                f"targets are of documents {sorted(target.document for target in targets)}, "
+                f"sources of {sorted(by_document)}: "
                 "place target and source of a document in one micro-batch"
             )
         layouts = (
             Layout.of(targets, target_lengths, micro_batch, rank),
             Layout.of(sources, source_lengths, micro_batch, rank),
         )
-        held_targets, held_sources = ({shard.document: shard for shard in layout.shards} for layout in layouts)
+        held_targets, held_sources = (
+            {shard.document: shard for shard in layout.shards} for layout in layouts
+        )
         pairs = []
         for target in sorted(targets, key=lambda p: (p.first_rank, p.document)):
             document = target.document
             target_length, source_length = target_lengths[document], source_lengths[document]
             if min(target_length, source_length) < 1:
                 raise LayoutError(
-                    f"document {document} has {source_length} source and {target_length} target tokens: needs one or more of "
+                    f"document {document} has {source_length} source and {target_length} target "
+                    "tokens: needs one or more of "
                     "each"
                 )
             if document in held_targets or document in held_sources:
                 queries = held_targets.get(document) or _shard(target, target_length, rank, 0)
-                keys = held_sources.get(document) or _shard(by_document[document], source_length, rank, 0)
+                keys = held_sources.get(document) or _shard(
+                    by_document[document], source_length, rank, 0
+                )
                 pairs.append((queries, keys))
         return cls(*layouts, tuple(pairs))
 
@@ -282,9 +332,27 @@ class CrossLayout:
         return self.sources.tokens
 
 
-def _shard(placement: Placement, length: int, rank: int, offset: int, tree: Tree | None = None) -> Shard:
-    """Returns the shard of a rank; its ring index is out of range and it has no token if the rank is outside the ring."""
+def _shard(
+    placement: Placement, length: int, rank: int, offset: int, tree: Tree | None = None
+) -> Shard:
+    """Returns the shard of a rank; its ring index is out of range and it has no token if the rank
+    is outside the ring."""
     p = placement
     index = p.ring_index(rank)
-    head, tail = ((span(length, p.degree, index) if rank in p.ring else (0, 0)) for span in (head_span, tail_span))
-    return Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset, p.rounds, tree=tree)
+    head, tail = (
+        (span(length, p.degree, index) if rank in p.ring else (0, 0))
+        for span in (head_span, tail_span)
+    )
+    return Shard(
+        p.document,
+        length,
+        p.degree,
+        p.first_rank,
+        p.reversed,
+        index,
+        head,
+        tail,
+        offset,
+        p.rounds,
+        tree=tree,
+    )

@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 
 class PartCosts(NamedTuple):
-    """Costs of tokens relative to the mean of one of a source and one of a target, which a hardware profile describes.
+    """Costs of tokens relative to the mean of one of a source and one of a target, which a hardware
+    profile describes.
 
     Attributes:
-        attention: operations of the encoder's attention per pair of tokens, relative to those of the decoder's.
-        products: operations of matrices per token of a source; one of a target has 2 - this.
-        keys: bytes of K and V per token of a source, which its cross-attention needs too; one of a target has 2 - this.
+        attention: operations of the encoder's attention per pair of tokens, relative to those of
+        the decoder's. products: operations of matrices per token of a source; one of a target has 2
+        - this. keys: bytes of K and V per token of a source, which its cross-attention needs too;
+        one of a target has 2 - this.
     """
 
     attention: float = 1.0

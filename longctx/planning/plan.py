@@ -1,7 +1,8 @@
 """Plan: the micro-batches of one optimizer step and the placement of every document in them.
 
-A plan is a pure function of (lengths, domain size, token budget, hardware profile, mode): every rank computes the same plan,
-and ranks compare its hash. Costs are integer nanoseconds, so plans agree bit by bit.
+A plan is a pure function of (lengths, domain size, token budget, hardware profile, mode): every
+rank computes the same plan, and ranks compare its hash. Costs are integer nanoseconds, so plans
+agree bit by bit.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ class PlanCost:
     Attributes:
         exposed_share: share of the makespan in which the slowest ranks wait for K and V.
         idle_share: share of all ranks' time spent waiting for the slowest rank of the micro-batch.
-        bubble_share: share of the makespan in which a pipeline fills and drains, including empty micro-batches.
+        bubble_share: share of the makespan in which a pipeline fills and drains, including empty
+        micro-batches.
     """
 
     makespan_s: float
@@ -56,14 +58,13 @@ class Plan:
     """The micro-batches of one step, in the order in which every rank runs them.
 
     Attributes:
-        winner: chosen plan under that mode, such as `static:8`, `bins` or `search`.
-        ranks: size N of the domain.
-        micro_batches: placements of each micro-batch; every document is placed exactly once.
-        cost: modelled cost; None if the plan was not scored.
-        planning_ms: planning time in milliseconds; not part of the hash.
-        sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; else empty.
-        parts: what tokens of sources and of targets cost.
-        images: work of the images of documents, by document, if the planner knows their encoder.
+        winner: chosen plan under that mode, such as `static:8`, `bins` or `search`. ranks: size N
+        of the domain. micro_batches: placements of each micro-batch; every document is placed
+        exactly once. cost: modelled cost; None if the plan was not scored. planning_ms: planning
+        time in milliseconds; not part of the hash. sources: for an encoder-decoder, the tokens of
+        every document that its encoder reads, the first ones; else empty. parts: what tokens of
+        sources and of targets cost. images: work of the images of documents, by document, if the
+        planner knows their encoder.
     """
 
     mode: str
@@ -85,7 +86,9 @@ class Plan:
     def score(self) -> PlanCost:
         """The cost. Raises PlanError if the plan was not scored."""
         if self.cost is None:
-            raise PlanError("this plan has no cost because it was not scored: use a plan made by make_plan")
+            raise PlanError(
+                "this plan has no cost because it was not scored: use a plan made by make_plan"
+            )
         return self.cost
 
     @property
@@ -119,36 +122,55 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 (hex) of everything except `planning_ms`; equal on all ranks that made the same plan."""
+        """SHA-256 (hex) of everything except `planning_ms`; equal on all ranks that made the same
+        plan."""
         content = {key: value for key, value in self._content().items() if key != "planning_ms"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def layout(self, micro_batch: int, rank: int) -> Layout:
-        """Returns the tokens of `rank` in `micro_batch`, in buffer order. Raises PlanError if either is out of range."""
+        """Returns the tokens of `rank` in `micro_batch`, in buffer order. Raises PlanError if
+        either is out of range."""
         self._check_place(micro_batch, rank)
-        return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.trees)
+        return Layout.of(
+            self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.trees
+        )
 
     def cross_layout(self, micro_batch: int, rank: int) -> CrossLayout:
-        """Returns the tokens of `rank` in sources and in targets, each cut by its own length at the document's degree.
+        """Returns the tokens of `rank` in sources and in targets, each cut by its own length at the
+        document's degree.
 
-        So a rank may hold a few tokens more than in the plan, by rounding: fewer than four per split document.
+        So a rank may hold a few tokens more than in the plan, by rounding: fewer than four per
+        split document.
         """
         self._check_place(micro_batch, rank)
         if not self.sources:
-            raise PlanError("this plan has no sources, so there is no layout across: give make_plan sources, or use layout")
+            raise PlanError(
+                "this plan has no sources, so there is no layout across: give make_plan sources, "
+                "or use layout"
+            )
         placements = self.micro_batches[micro_batch]
-        targets = [length - source for length, source in zip(self.lengths, self.sources, strict=True)]
+        targets = [
+            length - source for length, source in zip(self.lengths, self.sources, strict=True)
+        ]
         return CrossLayout.of(placements, targets, placements, self.sources, micro_batch, rank)
 
     def _check_place(self, micro_batch: int, rank: int) -> None:
         if not is_whole(micro_batch, 0, len(self.micro_batches) - 1):
             count = len(self.micro_batches)
-            raise PlanError(f"micro-batch {micro_batch!r} is not in this plan: it has {count}, counted from 0")
+            raise PlanError(
+                f"micro-batch {micro_batch!r} is not in this plan: it has {count}, counted from 0"
+            )
         if not is_whole(rank, 0, self.ranks - 1):
-            raise PlanError(f"rank {rank!r} is not in this plan's domain of {self.ranks} ranks, counted from 0")
+            raise PlanError(
+                f"rank {rank!r} is not in this plan's domain of {self.ranks} ranks, counted from 0"
+            )
 
     def to_json(self) -> dict[str, Any]:
-        return {**self._content(), **({} if self.cost is None else {"gap": self.gap}), "hash": self.hash}
+        return {
+            **self._content(),
+            **({} if self.cost is None else {"gap": self.gap}),
+            "hash": self.hash,
+        }
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -163,7 +185,19 @@ class Plan:
             **({} if self.cost is None else asdict(self.cost)),
             "pipeline": asdict(self.pipeline),
             "planning_ms": self.planning_ms,
-            **({"trees": {str(document): asdict(tree) for document, tree in self.trees.items()}} if self.trees else {}),
-            **({"sources": list(self.sources), "parts": self.parts._asdict()} if self.sources else {}),
-            **({"images": {str(document): list(works) for document, works in self.images.items()}} if self.images else {}),
+            **(
+                {"trees": {str(document): asdict(tree) for document, tree in self.trees.items()}}
+                if self.trees
+                else {}
+            ),
+            **(
+                {"sources": list(self.sources), "parts": self.parts._asdict()}
+                if self.sources
+                else {}
+            ),
+            **(
+                {"images": {str(document): list(works) for document, works in self.images.items()}}
+                if self.images
+                else {}
+            ),
         }

@@ -1,9 +1,11 @@
-"""Tree: sequences with common prefixes as one document, in depth-first order, so that every prefix is computed once.
+"""Tree: sequences with common prefixes as one document, in depth-first order, so that every prefix
+is computed once.
 
-A node is a run of tokens that the same sequences share, and its children are how they go on; every sequence is a path from the
-root. The document has the tokens of all nodes, each node before its children. So key k is visible to query q iff k ≤ q < the
-end of the subtree of k's node, and a token's position is the number of tokens before it on its path. All else treats a tree as
-any document: it is cut, placed and packed by its number of tokens.
+A node is a run of tokens that the same sequences share, and its children are how they go on; every
+sequence is a path from the root. The document has the tokens of all nodes, each node before its
+children. So key k is visible to query q iff k ≤ q < the end of the subtree of k's node, and a
+token's position is the number of tokens before it on its path. All else treats a tree as any
+document: it is cut, placed and packed by its number of tokens.
 """
 
 import bisect
@@ -27,7 +29,8 @@ class TreeError(UserError):
 
 
 class Node(NamedTuple):
-    """One node of a tree: tokens [start, stop) of the document are its own, [stop, end) those below it; `above` come before."""
+    """One node of a tree: tokens [start, stop) of the document are its own, [stop, end) those below
+    it; `above` come before."""
 
     start: int
     stop: int
@@ -53,11 +56,15 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        rules = {"lengths": tuple_of("tokens", whole(least=1)), "parents": tuple_of("nodes", whole(least=ROOT))}
+        rules = {
+            "lengths": tuple_of("tokens", whole(least=1)),
+            "parents": tuple_of("nodes", whole(least=ROOT)),
+        }
         check_arguments(TreeError, rules, {"lengths": self.lengths, "parents": self.parents})
         if not self.lengths or len(self.lengths) != len(self.parents):
             raise TreeError(
-                f"a tree has {len(self.lengths)} lengths and {len(self.parents)} parents: give one of each per node"
+                f"a tree has {len(self.lengths)} lengths and {len(self.parents)} parents: give one "
+                "of each per node"
             )
         path = [ROOT]  # nodes whose subtrees are open
         for node, parent in enumerate(self.parents):
@@ -65,8 +72,10 @@ class Tree:
                 path.pop()
             if not path or (parent == ROOT) != (node == 0):
                 raise TreeError(
-                    f"node {node} of a tree has parent {parent}: nodes must be in depth-first order, the root first with "
-                    f"parent {ROOT}, and every other one after its parent and the subtrees of its elder siblings"
+                    f"node {node} of a tree has parent {parent}: nodes must be in depth-first "
+                    "order, the root first with "
+                    f"parent {ROOT}, and every other one after its parent and the subtrees of its "
+                    "elder siblings"
                 )
             path.append(node)
 
@@ -91,8 +100,12 @@ class Tree:
 
     @cached_property
     def pairs(self) -> int:
-        """Attention area, in units in which that of an ordinary document is its length squared: n² + 2·n·above, summed."""
-        return sum(tokens * (tokens + 2 * node.above) for tokens, node in zip(self.lengths, self.nodes, strict=True))
+        """Attention area, in units in which that of an ordinary document is its length squared: n²
+        + 2·n·above, summed."""
+        return sum(
+            tokens * (tokens + 2 * node.above)
+            for tokens, node in zip(self.lengths, self.nodes, strict=True)
+        )
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
@@ -108,7 +121,8 @@ class Tree:
         return nodes[::-1]
 
     def before(self, token: int, count: int) -> list[int]:
-        """Returns the last `count` tokens before a token on its path, in order; fewer at the start."""
+        """Returns the last `count` tokens before a token on its path, in order; fewer at the
+        start."""
         tokens: list[int] = []
         for node in reversed(self.path(self.node_of(token))):
             stop = min(node.stop, token)
@@ -120,12 +134,16 @@ class Tree:
 
 
 ENOUGH = 8
-"""A tree that one rank cannot hold has at most so many times as many tokens as its sequences have on average. Larger ones save
-little more, and ranks exchange more."""
+"""A tree that one rank cannot hold has at most so many times as many tokens as its sequences have
+on average. Larger ones save little more, and ranks exchange more."""
 
 
 def is_too_large(
-    tokens: int, of_sequences: int, sequences: int, most_tokens: int | None, tokens_per_rank: int | None = None
+    tokens: int,
+    of_sequences: int,
+    sequences: int,
+    most_tokens: int | None,
+    tokens_per_rank: int | None = None,
 ) -> bool:
     """Returns whether a tree should be divided.
 
@@ -138,7 +156,9 @@ def is_too_large(
     """
     if most_tokens is not None and tokens > most_tokens:
         return True
-    return tokens_per_rank is not None and tokens > max(tokens_per_rank, ENOUGH * of_sequences / sequences)
+    return tokens_per_rank is not None and tokens > max(
+        tokens_per_rank, ENOUGH * of_sequences / sequences
+    )
 
 
 Trees = Mapping[int, Tree]

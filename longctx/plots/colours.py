@@ -1,4 +1,5 @@
-"""Style of all pictures, and degree classes with their colours: 1, 2, 3–4, 5–8, … from blue within a node to red and violet."""
+"""Style of all pictures, and degree classes with their colours: 1, 2, 3–4, 5–8, … from blue within
+a node to red and violet."""
 
 from typing import Any
 

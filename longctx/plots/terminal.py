@@ -1,8 +1,8 @@
 """Terminal drawing of a plan: the choice and its quality, degrees, and ranks over time.
 
-Every document is drawn with its number, counted from 0 in the order of the lengths. Double lines are rings (the same number on
-neighbouring rows is one document), single lines are documents on one rank. Colour is the degree; without colour (a file, a
-pipe) lines and numbers say the same.
+Every document is drawn with its number, counted from 0 in the order of the lengths. Double lines
+are rings (the same number on neighbouring rows is one document), single lines are documents on one
+rank. Colour is the degree; without colour (a file, a pipe) lines and numbers say the same.
 """
 
 from rich.console import Console
@@ -33,34 +33,47 @@ def draw_plan(plan: Plan, console: Console, source: str = "", baseline: Plan | N
 
 def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) -> None:
     tokens, tight_s = sum(plan.lengths), tight_bound_s(plan)
-    rounds = [p.rounds for placements in plan.micro_batches for p in placements if p.degree > 1] or [1]
+    rounds = [
+        p.rounds for placements in plan.micro_batches for p in placements if p.degree > 1
+    ] or [1]
     lines = [
-        f"[bold]{plan.mode} → {escape(plan.winner)}[/bold]   {plan.ranks:,} ranks × {plan.tokens_per_rank:,} tokens",
+        f"[bold]{plan.mode} → {escape(plan.winner)}[/bold]   {plan.ranks:,} ranks × "
+        f"{plan.tokens_per_rank:,} tokens",
         f"{len(plan.lengths):,} documents, {tokens:,} tokens, longest {max(plan.lengths):,}"
         + (f"   from {escape(source)}" if source else ""),
-        f"step time [bold]{plan.makespan_s:.4g} s[/bold] (modelled)   lower bound {plan.lower_bound_s:.4g} s   "
-        f"gap [bold]{plan.gap:.1%}[/bold]   exposed exchange {plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
+        f"step time [bold]{plan.makespan_s:.4g} s[/bold] (modelled)   lower bound "
+        f"{plan.lower_bound_s:.4g} s   "
+        f"gap [bold]{plan.gap:.1%}[/bold]   exposed exchange {plan.exposed_share:.1%}   idle "
+        f"{plan.idle_share:.1%}",
         f"{len(plan.micro_batches)} micro-batch{'es' * (len(plan.micro_batches) > 1)}   "
-        f"exchange rounds {'–'.join(map(str, sorted({min(rounds), max(rounds)})))}   planned in {plan.planning_ms:.0f} ms",
+        f"exchange rounds {'–'.join(map(str, sorted({min(rounds), max(rounds)})))}   planned in "
+        f"{plan.planning_ms:.0f} ms",
     ]
     if tight_s > 1.0005 * plan.lower_bound_s:  # else it is the lower bound
         share = unavoidable_gap(tight_s, plan.lower_bound_s)
-        lines.insert(3, f"no plan takes less than {tight_s:.4g} s: {share:.1%} of gap is unavoidable")
+        lines.insert(
+            3, f"no plan takes less than {tight_s:.4g} s: {share:.1%} of gap is unavoidable"
+        )
     if baseline is not None:
         lines.insert(
             2,
-            f"[bold]{baseline.makespan_s / plan.makespan_s:.2f}×[/bold] as fast as fixed static: degree "
-            f"{baseline.winner.removeprefix('static:')} for every document takes {baseline.makespan_s:.4g} s",
+            f"[bold]{baseline.makespan_s / plan.makespan_s:.2f}×[/bold] as fast as fixed static: "
+            "degree "
+            f"{baseline.winner.removeprefix('static:')} for every document takes "
+            f"{baseline.makespan_s:.4g} s",
         )
     if (pipeline := plan.pipeline).ranks > 1:
         chunks = f" × {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
-        lines.append(f"pipeline of {pipeline.ranks:,} ranks{chunks}   bubble {plan.bubble_share:.1%}")
+        lines.append(
+            f"pipeline of {pipeline.ranks:,} ranks{chunks}   bubble {plan.bubble_share:.1%}"
+        )
     for line in lines:
         console.print(line, highlight=False)
 
 
 def _degrees(plan: Plan, console: Console) -> None:
-    """Prints a histogram: the number of documents in every degree class, and their share of the tokens as a bar."""
+    """Prints a histogram: the number of documents in every degree class, and their share of the
+    tokens as a bar."""
     console.print()
     console.print(f"{'degree':>9} {'documents':>10}  share of tokens", style="dim", highlight=False)
     total = sum(plan.lengths)
@@ -95,11 +108,14 @@ def _ranks_over_time(plan: Plan, console: Console) -> None:
         f"{LAUNCH} micro-batch begins",
         "blank: launch, optimizer",
     ]
-    console.print("   ".join(words.replace(" ", "\u00a0") for words in legend), style="dim", highlight=False)
+    console.print(
+        "   ".join(words.replace(" ", "\u00a0") for words in legend), style="dim", highlight=False
+    )
 
 
 def _row(times: Timeline, rank: int, width: int) -> list[tuple[str, str]]:
-    """Returns (character, style) of every column: what the rank does in the middle of that slice of time."""
+    """Returns (character, style) of every column: what the rank does in the middle of that slice of
+    time."""
     cells = [(" ", "")] * width
     scale = width / times.makespan_s if times.makespan_s > 0 else 0.0
 
@@ -130,7 +146,8 @@ def _row(times: Timeline, rank: int, width: int) -> list[tuple[str, str]]:
 
 
 def _words(document: int, degree: int, width: int) -> str:
-    """Returns `width` characters for a document: an edge, its number if there is room for all of it, and a line."""
+    """Returns `width` characters for a document: an edge, its number if there is room for all of
+    it, and a line."""
     number = f"{EDGE}{document}"
     start = number if len(number) <= width else EDGE
     return start.ljust(width, RING if degree > 1 else SINGLE)[:width]

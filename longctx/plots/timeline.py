@@ -1,7 +1,8 @@
 """Timeline of a plan: when every rank works on which document, as plain data for the drawings.
 
-The cost model gives the busy time of a rank in a micro-batch, not an order. The timeline puts the widest rings first, so that
-the ranks of a ring work on it at the same time where possible, and waiting for K and V last.
+The cost model gives the busy time of a rank in a micro-batch, not an order. The timeline puts the
+widest rings first, so that the ranks of a ring work on it at the same time where possible, and
+waiting for K and V last.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from longctx.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class DocumentBlock:
-    """One document in the timeline: rank first_rank + i works on it from start_s[i] to stop_s[i], in seconds of the step."""
+    """One document in the timeline: rank first_rank + i works on it from start_s[i] to stop_s[i],
+    in seconds of the step."""
 
     document: int
     degree: int
@@ -38,10 +40,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step under a plan: blocks in the order in which ranks run them, waits, and (start, stop) of every micro-batch.
+    """A step under a plan: blocks in the order in which ranks run them, waits, and (start, stop) of
+    every micro-batch.
 
-    The launch of a micro-batch precedes its start. The fixed cost of the step and the bubble of a pipeline follow the last
-    micro-batch, up to the makespan.
+    The launch of a micro-batch precedes its start. The fixed cost of the step and the bubble of a
+    pipeline follow the last micro-batch, up to the makespan.
     """
 
     ranks: int
@@ -60,19 +63,33 @@ def timeline(plan: Plan) -> Timeline:
     for k, placements in enumerate(plan.micro_batches):
         now += result.launch_ns
         busy = [now] * plan.ranks
-        for p in sorted(placements, key=lambda p: (-p.degree, p.first_rank, -plan.lengths[p.document], p.document)):
+        for p in sorted(
+            placements,
+            key=lambda p: (-p.degree, p.first_rank, -plan.lengths[p.document], p.document),
+        ):
             length = plan.lengths[p.document]
-            tokens = np.array([shard_tokens(length, p.degree, p.ring_index(rank)) for rank in p.ring])
+            tokens = np.array(
+                [shard_tokens(length, p.degree, p.ring_index(rank)) for rank in p.ring]
+            )
             start = busy[p.first_rank : p.first_rank + p.degree]
-            stop = [a + attention[p.document] + b for a, b in zip(start, linear_ns(plan.profile, tokens).tolist(), strict=True)]
+            stop = [
+                a + attention[p.document] + b
+                for a, b in zip(start, linear_ns(plan.profile, tokens).tolist(), strict=True)
+            ]
             busy[p.first_rank : p.first_rank + p.degree] = stop
-            blocks.append(DocumentBlock(p.document, p.degree, k, p.first_rank, _seconds(start), _seconds(stop)))
+            blocks.append(
+                DocumentBlock(
+                    p.document, p.degree, k, p.first_rank, _seconds(start), _seconds(stop)
+                )
+            )
         for rank, exposed in enumerate(result.exposed[k].tolist()):
             if exposed:
                 waits.append(Wait(k, rank, *_seconds([busy[rank], busy[rank] + exposed])))
         spans.append((now / NANOSECONDS, (now + int(result.micro_batch_ns[k])) / NANOSECONDS))
         now += int(result.micro_batch_ns[k])
-    return Timeline(plan.ranks, result.makespan_ns / NANOSECONDS, tuple(blocks), tuple(waits), tuple(spans))
+    return Timeline(
+        plan.ranks, result.makespan_ns / NANOSECONDS, tuple(blocks), tuple(waits), tuple(spans)
+    )
 
 
 def _seconds(values: list[int]) -> tuple[float, ...]:

@@ -19,8 +19,8 @@ SAID = "said_by_another_rank"
 
 @contextmanager
 def agreeing_on_errors(ranks: int) -> Iterator[None]:
-    """At its end gathers the UserErrors of all ranks, also if there are none, and raises the first one on all, which would wait
-    for it; one rank prints it. Collective.
+    """At its end gathers the UserErrors of all ranks, also if there are none, and raises the first
+    one on all, which would wait for it; one rank prints it. Collective.
     """
     if ranks == 1 or not dist.is_initialized():
         yield
@@ -41,15 +41,22 @@ def check_same(ranks: int, **given: Any) -> None:
             dist.all_gather_object(everyone, {name: repr(value) for name, value in given.items()})
             for name in given:
                 if len(values := sorted({each[name] for each in everyone})) > 1:
-                    raise TrainerError(f"{name} is {values[0]} on one rank and {values[1]} on another: give all ranks the same")
+                    raise TrainerError(
+                        f"{name} is {values[0]} on one rank and {values[1]} on another: give all "
+                        "ranks the same"
+                    )
 
 
-def drawing_together(sharing: Any, own: Any, trainer: Any, batches: Iterator[Any], count: int, *more: Any) -> Any:
+def drawing_together(
+    sharing: Any, own: Any, trainer: Any, batches: Iterator[Any], count: int, *more: Any
+) -> Any:
     """Calls `get_batch_samples` of a trainer with batches that are `drawn`. Collective."""
     return own(trainer, iter(drawn(sharing, batches, count)), count, *more)
 
 
-def evaluating_together(sharing: Any, own: Any, trainer: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
+def evaluating_together(
+    sharing: Any, own: Any, trainer: Any, dataloader: Any, *more: Any, **named: Any
+) -> Any:
     """Calls `evaluation_loop` of a trainer with batches that are `drawn`. Collective."""
     return own(trainer, _DrawingTogether(dataloader, sharing), *more, **named)
 
@@ -73,7 +80,8 @@ class _DrawingTogether:
 
 
 def drawn(sharing: Any, batches: Iterator[Any], count: int) -> list[Any]:
-    """Returns the next batches; what a data set or a collator raises on one rank ends all. Collective."""
+    """Returns the next batches; what a data set or a collator raises on one rank ends all.
+    Collective."""
     found: list[Any]
     found, error = attempted(functools.partial(list, itertools.islice(batches, count)), [])
     sharing.end_all(error)
@@ -81,8 +89,9 @@ def drawn(sharing: Any, batches: Iterator[Any], count: int) -> list[Any]:
 
 
 def averaging(sharing: Any, own: Any, trainer: Any, *arguments: Any, **named: Any) -> torch.Tensor:
-    """Calls `training_step` of a trainer, and returns the mean of its loss over the ranks: what transformers adds up after the
-    last log, and looks for NaN in, would be the first rank's alone. Collective."""
+    """Calls `training_step` of a trainer, and returns the mean of its loss over the ranks: what
+    transformers adds up after the last log, and looks for NaN in, would be the first rank's alone.
+    Collective."""
     return mean_over_ranks(own(trainer, *arguments, **named), sharing)
 
 
@@ -97,7 +106,8 @@ def mean_over_ranks(loss: torch.Tensor, sharing: Any) -> torch.Tensor:
 
 
 def attempted(function: Callable[[], Any], otherwise: Any) -> tuple[Any, Exception | None]:
-    """Returns the value of a function, or `otherwise` and what it raised: other ranks would wait for this one."""
+    """Returns the value of a function, or `otherwise` and what it raised: other ranks would wait
+    for this one."""
     try:
         return function(), None
     except Exception as error:  # data sets and collators may raise anything
@@ -112,26 +122,40 @@ def end_all(error: Exception | None, group: Any) -> None:
 
 
 def text_of(error: Exception | None) -> str | None:
-    return None if error is None else str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return (
+        None
+        if error is None
+        else str(error)
+        if isinstance(error, UserError)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def raise_on_all(texts: Sequence[str | None], error: Exception | None) -> None:
-    """Raises this rank's error, or one that tells of it, if one of `texts`, by rank, is not None."""
+    """Raises this rank's error, or one that tells of it, if one of `texts`, by rank, is not
+    None."""
     first = next((rank for rank, text in enumerate(texts) if text is not None), None)
     if error is not None and len(texts) == 1:
         raise error
     if first is not None:
         text = texts[first] if error is None else text_of(error)
-        raise said_by(texts.index(text), error or TrainerError(f"rank {first} cannot train: {text}"))
+        raise said_by(
+            texts.index(text), error or TrainerError(f"rank {first} cannot train: {text}")
+        )
 
 
 def said_by(rank: int, error: Exception) -> Exception:
-    """Returns an error that nobody but `rank` prints, if it is not caught: of a UserError its text alone."""
+    """Returns an error that nobody but `rank` prints, if it is not caught: of a UserError its text
+    alone."""
     if getattr(sys.excepthook, "__module__", None) != __name__:
         before = sys.excepthook
 
         def print_once(kind: Any, raised: Any, trace: Any) -> None:
-            if hasattr(raised, SAID) and isinstance(raised, UserError) and not getattr(raised, SAID):
+            if (
+                hasattr(raised, SAID)
+                and isinstance(raised, UserError)
+                and not getattr(raised, SAID)
+            ):
                 print(f"error: {raised}", file=sys.stderr, flush=True)
             elif not getattr(raised, SAID, False):
                 before(kind, raised, trace)

@@ -1,4 +1,5 @@
-"""What a trainer's model is to planner and memory model: its sizes, its speed, and the default of `tokens_per_rank`.
+"""What a trainer's model is to planner and memory model: its sizes, its speed, and the default of
+`tokens_per_rank`.
 
 The default is what the memory of a rank holds by the estimate that `longctx estimate` prints.
 """
@@ -31,9 +32,11 @@ from longctx.units import format_bytes
 UNIT, MOST = 1024, 1024
 """A budget is 1 to 1,024 times 1,024 tokens."""
 LOGITS_BYTES = 16
-"""Bytes per logit in transformers' own loss: log-softmax, and logits and gradients in bfloat16 and in float32."""
+"""Bytes per logit in transformers' own loss: log-softmax, and logits and gradients in bfloat16 and
+in float32."""
 TILE, TILE_BYTES = (4096, 32768), {"cuda": 4, "cpu": 28}
-"""Tokens and vocabulary of the tile that TRL's fused head computes at once, and its bytes per logit: one buffer, or torch's."""
+"""Tokens and vocabulary of the tile that TRL's fused head computes at once, and its bytes per
+logit: one buffer, or torch's."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,9 @@ class Workload:
     """A trainer's model as plans and estimates see it.
 
     Attributes:
-        spec: sizes of the model with its adapters.
-        config: settings of a run like the trainer's.
-        named: hardware profile, scaled to the model unless it was given as a value.
-        tower: encoder of images, as fast per operation as the matrices of the model; None if it has none.
+        spec: sizes of the model with its adapters. config: settings of a run like the trainer's.
+        named: hardware profile, scaled to the model unless it was given as a value. tower: encoder
+        of images, as fast per operation as the matrices of the model; None if it has none.
     """
 
     traits: Traits
@@ -55,7 +57,8 @@ class Workload:
 
     @classmethod
     def of(cls, traits: Traits, profile: HardwareProfile | str | None) -> "Workload":
-        """Raises TrainerError for a model without blocks of a known kind, ProfileError for a profile that cannot be used."""
+        """Raises TrainerError for a model without blocks of a known kind, ProfileError for a
+        profile that cannot be used."""
         args, spec, ranks = traits.args, _spec_of(traits), traits.args.world_size
         in_bfloat16 = args.bf16 or next(traits.model.parameters()).dtype == torch.bfloat16
         settings = [
@@ -68,23 +71,30 @@ class Workload:
         if isinstance(profile, HardwareProfile):
             named = RunProfile("given", profile, ("profile: given as a value, used unscaled",))
         else:
-            named = scaled_profile(config.changed({"context.profile": profile}), spec, ranks, queries_first=True)
+            named = scaled_profile(
+                config.changed({"context.profile": profile}), spec, ranks, queries_first=True
+            )
         tower = None
         if spec.tower is not None:
             operations = 6 * work_of(spec, config.dtype, recompute=config.train.recompute).computed
-            tower = TowerSpeed(spec.tower, spec.tower_backward, named.profile.linear_s_per_token / operations)
+            tower = TowerSpeed(
+                spec.tower, spec.tower_backward, named.profile.linear_s_per_token / operations
+            )
         return cls(traits, spec, config, named, tower)
 
     def agreed(self, group: dist.ProcessGroup | None) -> "Workload":
-        """Returns the workload with the profile that all ranks agree on, as on nodes of different sizes. Collective."""
+        """Returns the workload with the profile that all ranks agree on, as on nodes of different
+        sizes. Collective."""
         if group is None:
             return self
         return replace(self, named=replace(self.named, profile=self.named.agreed(group)))
 
     def tokens_that_fit(self, group: dist.ProcessGroup | None, *, chunks: bool) -> int:
-        """Returns the largest `tokens_per_rank` that the memory of the fullest rank of `group` holds by estimate. Collective.
+        """Returns the largest `tokens_per_rank` that the memory of the fullest rank of `group`
+        holds by estimate. Collective.
 
-        `chunks`: whether this rank computes the loss without logits of all tokens. Raises TrainerError for less than 1,024.
+        `chunks`: whether this rank computes the loss without logits of all tokens. Raises
+        TrainerError for less than 1,024.
         """
         args, ranks = self.traits.args, self.traits.args.world_size
         available = available_bytes(args.device, processes_per_node(ranks) or ranks) or 0
@@ -101,14 +111,17 @@ class Workload:
                 failing = units
         if not fitting:
             raise TrainerError(
-                f"{UNIT:,} tokens per rank need {format_bytes(self._needed(UNIT, all_logits))} by estimate, but only "
-                f"{format_bytes(most)} of a rank's memory are to be filled: use FSDP2, gradient_checkpointing or adapters, or "
+                f"{UNIT:,} tokens per rank need {format_bytes(self._needed(UNIT, all_logits))} by "
+                "estimate, but only "
+                f"{format_bytes(most)} of a rank's memory are to be filled: use FSDP2, "
+                "gradient_checkpointing or adapters, or "
                 "give tokens_per_rank if you know that it fits"
             )
         return fitting * UNIT
 
     def _needed(self, tokens: int, all_logits: bool) -> int:
-        """Returns the bytes that a rank of so many tokens needs; without `all_logits` it has those of a chunk."""
+        """Returns the bytes that a rank of so many tokens needs; without `all_logits` it has those
+        of a chunk."""
         ranks, device = self.traits.args.world_size, self.traits.args.device.type
         config = self.config.changed({"batch.tokens_per_rank": tokens})
         loads = list(full_loads(config, ranks, self.named.profile))
@@ -130,7 +143,8 @@ def _spec_of(traits: Traits) -> ModelSpec:
     except Exception as error:  # models of other things than tokens have no such parts
         name, what = type(traits.model).__name__, brief(error)
         raise TrainerError(
-            f"{name} has no embedding of tokens and blocks of attention whose sizes can be read ({what}): it is not supported"
+            f"{name} has no embedding of tokens and blocks of attention whose sizes can be read "
+            f"({what}): it is not supported"
         ) from error
 
 
@@ -138,7 +152,10 @@ def _sizes(traits: Traits) -> ModelSpec:
     model = traits.model
     if traits.pairs:
         with prepared(model):  # refuses those that have no such blocks
-            blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
+            blocks, spec = (
+                [*model.get_encoder().layers, *model.get_decoder().layers],
+                spec_of_seq2seq(model),
+            )
     else:
         blocks = model.get_submodule(block_name(model))
         spec = with_tower(spec_of(model, blocks, causal=not traits.encoder), model)
@@ -147,5 +164,8 @@ def _sizes(traits: Traits) -> ModelSpec:
     if traits.adapters:
         return with_adapters(spec, blocks, model)
     if traits.images:
-        return replace(spec, frozen_tower=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad))
+        return replace(
+            spec,
+            frozen_tower=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad),
+        )
     return spec

@@ -1,8 +1,9 @@
-"""The loss of `transformers.Trainer` without logits: hidden states times the output layer in chunks, as `longctx train` has it.
+"""The loss of `transformers.Trainer` without logits: hidden states times the output layer in
+chunks, as `longctx train` has it.
 
-A model's own forward runs, but its output layer returns the loss in place of logits, so memory does not grow with tokens times
-vocabulary. A few tokens tell whether a model's loss is that of hidden states times a matrix; others, such as those that bound
-their logits, keep all of them.
+A model's own forward runs, but its output layer returns the loss in place of logits, so memory does
+not grow with tokens times vocabulary. A few tokens tell whether a model's loss is that of hidden
+states times a matrix; others, such as those that bound their logits, keep all of them.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from longctx.training.objectives.loss import cross_entropy_sum
 LOSS = "_loss_function"
 """Attribute that a model's property `loss_function` returns, if it is set."""
 PROBED, LARGER = 16, 16
-"""Tokens that are tried, and the factor of their hidden states, with which bounds and scales of logits show."""
+"""Tokens that are tried, and the factor of their hidden states, with which bounds and scales of
+logits show."""
 
 
 class ChunkedLoss:
@@ -36,9 +38,15 @@ class ChunkedLoss:
 
     @classmethod
     def of(cls, traits: Traits) -> "ChunkedLoss | None":
-        """Returns the loss for a trainer's model, which is not prepared yet; None if the trainer or its model needs logits."""
+        """Returns the loss for a trainer's model, which is not prepared yet; None if the trainer or
+        its model needs logits."""
         of_transformers = type(traits.trainer).compute_loss.__module__.startswith("transformers.")
-        if traits.kind != "steps" or traits.of_trl or not of_transformers or traits.args.label_smoothing_factor:
+        if (
+            traits.kind != "steps"
+            or traits.of_trl
+            or not of_transformers
+            or traits.args.label_smoothing_factor
+        ):
             return None
         chunked = cls(traits.model)
         return chunked if chunked._is_exact(traits.model) else None
@@ -49,10 +57,15 @@ class ChunkedLoss:
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if not self._used:
             return own(model, *arguments, **named)
-        labels, divisor, losses = named["shift_labels"][0], named["num_items_in_batch"], list[torch.Tensor]()
+        labels, divisor, losses = (
+            named["shift_labels"][0],
+            named["num_items_in_batch"],
+            list[torch.Tensor](),
+        )
 
         def head(hidden: torch.Tensor) -> torch.Tensor:
-            """Returns the loss [1, 1, 1]: FSDP may gather the matrix for this call alone, and round what it returns."""
+            """Returns the loss [1, 1, 1]: FSDP may gather the matrix for this call alone, and round
+            what it returns."""
             losses.append(self._loss(hidden[0], labels, divisor))
             return losses[-1].view(1, 1, 1)
 
@@ -65,7 +78,9 @@ class ChunkedLoss:
         output["logits"] = None
         return output
 
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    def _loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor
+    ) -> torch.Tensor:
         """Returns the sum of token losses over a divisor; hidden states are [tokens, hidden]."""
         weight = self.head.weight
         if torch.is_autocast_enabled(hidden.device.type):  # once, not for every chunk
@@ -74,10 +89,15 @@ class ChunkedLoss:
         return cross_entropy_sum(hidden, weight, labels, divisor, rows=self.rows)
 
     def _is_exact(self, model: Any) -> bool:
-        """Returns whether logits are hidden states times the matrix of the head, and the loss is that of transformers."""
+        """Returns whether logits are hidden states times the matrix of the head, and the loss is
+        that of transformers."""
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        if type(self.head) is not nn.Linear or self.head.bias is not None or model.loss_function is not ForCausalLMLoss:
+        if (
+            type(self.head) is not nn.Linear
+            or self.head.bias is not None
+            or model.loss_function is not ForCausalLMLoss
+        ):
             return False
         weight, logits, seen = self.head.weight, [], []
         labels = torch.arange(PROBED, device=weight.device)[None] % len(weight)
@@ -90,7 +110,13 @@ class ChunkedLoss:
             seen.append((logits, given.get("shift_labels"), given.get("num_items_in_batch")))
             return torch.ones((), device=logits.device)
 
-        given = {"input_ids": labels, "labels": labels, "shift_labels": labels, "num_items_in_batch": 1, "use_cache": False}
+        given = {
+            "input_ids": labels,
+            "labels": labels,
+            "shift_labels": labels,
+            "num_items_in_batch": 1,
+            "use_cache": False,
+        }
         tried = replaced(self.head, "forward", larger), replaced(model, LOSS, loss)
         with torch.no_grad(), evaluating(model), without_router_loss(model), tried[0], tried[1]:
             output = model(**given)

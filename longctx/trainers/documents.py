@@ -1,4 +1,5 @@
-"""Documents of collated batches: token ids and labels of every sequence, without padding and without the packing of others."""
+"""Documents of collated batches: token ids and labels of every sequence, without padding and
+without the packing of others."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,15 @@ ROWS = "documents_in_rows"
 """Field of a batch with the number of documents of every row that was joined to others."""
 OF_PACKING = (
     ROWS,
-    *("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *(
+        "attention_mask",
+        "position_ids",
+        "seq_idx",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    ),
     "num_items_in_batch",
 )
 
@@ -31,8 +40,9 @@ OF_PACKING = (
 class Document:
     """One sequence, a tree of several, or a record of a source and a target.
 
-    `labels` are what each token predicts, the next one (of an encoder, its own) or -100. `tokens` are those that the decoder
-    reads, if there is a `source`; no other token sees the `hidden` ones. The target is in a batch from `column` on.
+    `labels` are what each token predicts, the next one (of an encoder, its own) or -100. `tokens`
+    are those that the decoder reads, if there is a `source`; no other token sees the `hidden` ones.
+    The target is in a batch from `column` on.
     """
 
     tokens: Ids
@@ -48,50 +58,79 @@ class Document:
         return int((self.labels != IGNORED_LABEL).sum())
 
 
-def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) -> list[list[Document]]:
+def rows_of(
+    batch: Mapping[str, Any], vision: Any = None, masked: bool = False
+) -> list[list[Document]]:
     """Returns the documents of every row that a batch was collated from.
 
-    A batch has a row of tokens for each, padded by `attention_mask`, or one for all, as TRL's `padding_free` makes it, with the
-    number of documents of each under `ROWS`. Rows are cut into documents where `position_ids` are 0. `vision` is the model of
-    transformers if it reads images; rows of a batch with images or videos have one document each. `masked`: a token's label
-    stands in its own place, not in that of the next token.
+    A batch has a row of tokens for each, padded by `attention_mask`, or one for all, as TRL's
+    `padding_free` makes it, with the number of documents of each under `ROWS`. Rows are cut into
+    documents where `position_ids` are 0. `vision` is the model of transformers if it reads images;
+    rows of a batch with images or videos have one document each. `masked`: a token's label stands
+    in its own place, not in that of the next token.
 
-    Raises TrainerError for a batch without labels, with fields that would be lost, with holes in its mask, or with positions
-    other than 0, 1, 2, .. in a document.
+    Raises TrainerError for a batch without labels, with fields that would be lost, with holes in
+    its mask, or with positions other than 0, 1, 2, .. in a document.
     """
-    of_model = ("token_type_ids",) if masked else fields_of_images(vision) if vision is not None else ()
+    of_model = (
+        ("token_type_ids",) if masked else fields_of_images(vision) if vision is not None else ()
+    )
     refuse_lost_fields(batch, (*OF_TOKENS, *OF_PACKING, *of_model))
     if masked and (kinds := batch.get("token_type_ids")) is not None and bool(kinds.any()):
-        raise TrainerError("token_type_ids are not all 0, but documents have one segment: leave them out, or set them to 0")
+        raise TrainerError(
+            "token_type_ids are not all 0, but documents have one segment: leave them out, or set "
+            "them to 0"
+        )
     if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
-        raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
+        raise TrainerError(
+            f"the data collator returns no {' and no '.join(missing)}: return both for every "
+            "document"
+        )
     read = (*OF_TOKENS, "attention_mask", "position_ids")
     on_host = {name: _on_host(batch.get(name)) for name in read}
     check_shapes(on_host, read)
     ids, labels = (np.asarray(on_host[name], np.int32) for name in OF_TOKENS)
     mask, positions = on_host["attention_mask"], on_host["position_ids"]
-    if positions is None and (packed := [name for name in ("cu_seq_lens_q", "seq_idx") if batch.get(name) is not None]):
-        raise TrainerError(f"the data collator returns {packed[0]}, but no position_ids, by which rows are cut: return these")
+    if positions is None and (
+        packed := [name for name in ("cu_seq_lens_q", "seq_idx") if batch.get(name) is not None]
+    ):
+        raise TrainerError(
+            f"the data collator returns {packed[0]}, but no position_ids, by which rows are cut: "
+            "return these"
+        )
     if mask is not None and positions is None:
         spans_of_mask("attention_mask", mask)
     rows = []
     for row in range(len(ids)):
         kept = slice(None) if mask is None else array_of(mask[row]).astype(bool)
-        cuts = [] if positions is None else _cuts(row, array_of(positions.expand(len(ids), -1)[row])[kept])
+        cuts = (
+            []
+            if positions is None
+            else _cuts(row, array_of(positions.expand(len(ids), -1)[row])[kept])
+        )
         parts = zip(np.split(ids[row][kept], cuts), np.split(labels[row][kept], cuts), strict=True)
-        pairs = [(tokens, label if masked else np.append(label[1:], IGNORED_LABEL)) for tokens, label in parts]
+        pairs = [
+            (tokens, label if masked else np.append(label[1:], IGNORED_LABEL))
+            for tokens, label in parts
+        ]
         rows.append([Document(tokens, label) for tokens, label in pairs if len(tokens)])
     if any(batch.get(name) is not None for name in PIXELS):
         if positions is not None or ROWS in batch:
-            raise TrainerError("a batch has images or videos and packed rows: leave out packing, padding_free and position_ids")
-        found = iter(images_of_rows(vision, batch, [document.tokens for row in rows for document in row]))
+            raise TrainerError(
+                "a batch has images or videos and packed rows: leave out packing, padding_free and "
+                "position_ids"
+            )
+        found = iter(
+            images_of_rows(vision, batch, [document.tokens for row in rows for document in row])
+        )
         rows = [[replace(document, images=next(found)) for document in row] for row in rows]
     if (counts := batch.get(ROWS)) is None:
         return rows
     documents = list(itertools.chain.from_iterable(rows))
     if len(documents) != (expected := int(counts.sum())):
         raise TrainerError(
-            f"the data collator joins examples of {expected} documents to {len(rows)} rows, in which position_ids show "
+            f"the data collator joins examples of {expected} documents to {len(rows)} rows, in "
+            "which position_ids show "
             f"{len(documents)}: begin each document at position 0, and give none without a token"
         )
     remaining = iter(documents)
@@ -99,7 +138,8 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
 
 
 def check_shapes(batch: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raises TrainerError unless fields of a batch, the first of which it has, are tensors of whole numbers [rows, tokens].
+    """Raises TrainerError unless fields of a batch, the first of which it has, are tensors of whole
+    numbers [rows, tokens].
 
     Masks are 0 and 1, and positions may be those of one row for all.
     """
@@ -109,49 +149,68 @@ def check_shapes(batch: Mapping[str, Any], names: Sequence[str]) -> None:
         if field is None:
             continue
         if not isinstance(field, torch.Tensor):
-            raise TrainerError(f"{name} is a {type(field).__name__}: return a tensor of [rows, tokens]")
+            raise TrainerError(
+                f"{name} is a {type(field).__name__}: return a tensor of [rows, tokens]"
+            )
         if field.dim() != 2:
             raise TrainerError(f"{name} has {field.dim()} axes: return one of [rows, tokens]")
-        if field.shape != first.shape and not (name == "position_ids" and field.shape == (1, first.shape[1])):
-            raise TrainerError(f"{name} has the shape {list(field.shape)}, but {names[0]} {list(first.shape)}: return the same")
+        if field.shape != first.shape and not (
+            name == "position_ids" and field.shape == (1, first.shape[1])
+        ):
+            raise TrainerError(
+                f"{name} has the shape {list(field.shape)}, but {names[0]} {list(first.shape)}: "
+                "return the same"
+            )
         if name.endswith("mask"):
             if others := field[(field != 0) & (field != 1)].unique().tolist():
                 raise TrainerError(
-                    f"{name} has {others[0]:g}, but must be 1 for tokens and 0 for padding: packed rows are cut by position_ids"
+                    f"{name} has {others[0]:g}, but must be 1 for tokens and 0 for padding: packed "
+                    "rows are cut by position_ids"
                 )
         elif field.is_floating_point() or field.dtype == torch.bool:
-            raise TrainerError(f"{name} is of {str(field.dtype).removeprefix('torch.')}: return whole numbers")
+            raise TrainerError(
+                f"{name} is of {str(field.dtype).removeprefix('torch.')}: return whole numbers"
+            )
 
 
 def _cuts(row: int, positions: Ids) -> list[int]:
-    """Returns where documents after the first one begin. Raises TrainerError for positions that do not count 0, 1, 2, .."""
+    """Returns where documents after the first one begin. Raises TrainerError for positions that do
+    not count 0, 1, 2, .."""
     steps = np.diff(positions, prepend=-1)
     if len(wrong := np.flatnonzero((positions != 0) & (steps != 1))):
         at = int(wrong[0])
         raise TrainerError(
-            f"position_ids of row {row} have {positions[at]} {f'after {positions[at - 1]}' if at else 'first'}, but documents "
-            "count 0, 1, 2, ..: leave position_ids out, or begin each document at 0 and skip and repeat no position"
+            f"position_ids of row {row} have {positions[at]} "
+            f"{f'after {positions[at - 1]}' if at else 'first'}, but documents "
+            "count 0, 1, 2, ..: leave position_ids out, or begin each document at 0 and skip and "
+            "repeat no position"
         )
     return [int(start) for start in np.flatnonzero(positions == 0)[1:]]
 
 
 def spans_of_mask(name: str, mask: torch.Tensor) -> list[Span]:
-    """Returns the columns of every row that a mask keeps. Raises TrainerError if there are others between them."""
+    """Returns the columns of every row that a mask keeps. Raises TrainerError if there are others
+    between them."""
     spans = []
     for row, kept in enumerate(array_of(mask)):
         at = np.flatnonzero(kept)
         spans.append((int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0))
         if len(at) != spans[-1][1] - spans[-1][0]:
-            raise TrainerError(f"{name} leaves out tokens between others in row {row}: only padding can be removed")
+            raise TrainerError(
+                f"{name} leaves out tokens between others in row {row}: only padding can be removed"
+            )
     return spans
 
 
 def labels_beside_padding(batch: Mapping[str, Any]) -> int:
-    """Returns how many labels of a causal model's batch stand on padding, or follow it. Documents do not have them."""
+    """Returns how many labels of a causal model's batch stand on padding, or follow it. Documents
+    do not have them."""
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if mask is None or labels is None:
         return 0
-    return int(((labels[:, 1:] != IGNORED_LABEL) & ~(mask[:, 1:].bool() & mask[:, :-1].bool())).sum())
+    return int(
+        ((labels[:, 1:] != IGNORED_LABEL) & ~(mask[:, 1:].bool() & mask[:, :-1].bool())).sum()
+    )
 
 
 def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -159,14 +218,18 @@ def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:
     lost = sorted(name for name, value in batch.items() if value is not None and name not in known)
     if lost:
         raise TrainerError(
-            f"the data collator returns {', '.join(lost)}, which splitting documents would lose: return only "
-            f"{', '.join(OF_TOKENS)}, attention_mask and position_ids, decoder_input_ids and decoder_attention_mask only for "
-            f"encoder-decoders, and images only for {', '.join(VISION_FAMILIES)}, of which those of Qwen also take videos"
+            f"the data collator returns {', '.join(lost)}, which splitting documents would lose: "
+            "return only "
+            f"{', '.join(OF_TOKENS)}, attention_mask and position_ids, decoder_input_ids and "
+            "decoder_attention_mask only for "
+            f"encoder-decoders, and images only for {', '.join(VISION_FAMILIES)}, of which those "
+            "of Qwen also take videos"
         )
 
 
 class CountingRows:
-    """Wraps a data collator: if it joins its examples to fewer rows, the batch tells how many documents each example has."""
+    """Wraps a data collator: if it joins its examples to fewer rows, the batch tells how many
+    documents each example has."""
 
     def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Any]]) -> None:
         self.collate = collate
@@ -174,22 +237,29 @@ class CountingRows:
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         batch = self.collate(examples)
         if not isinstance(batch, Mapping):
-            raise TrainerError(f"the data collator returns a {type(batch).__name__}: return a dict of tensors [rows, tokens]")
+            raise TrainerError(
+                f"the data collator returns a {type(batch).__name__}: return a dict of tensors "
+                "[rows, tokens]"
+            )
         if "input_ids" in batch and len(batch["input_ids"]) < len(examples):
             batch[ROWS] = torch.tensor(list(map(_documents_in, examples)))
         return batch
 
 
 def _documents_in(example: Any) -> int:
-    """Returns how many documents an example has: those of a row that TRL has packed, or of a list of examples."""
+    """Returns how many documents an example has: those of a row that TRL has packed, or of a list
+    of examples."""
     if isinstance(example, Mapping):
         return len(example.get("seq_lengths", [0]))
-    packed = isinstance(example, list | tuple) and all(isinstance(each, Mapping) for each in example)
+    packed = isinstance(example, list | tuple) and all(
+        isinstance(each, Mapping) for each in example
+    )
     return len(example) if packed else 1
 
 
 def _on_host(field: Any) -> Any:
-    """Returns a field of a batch, copied to the host if it is a tensor: checks that read a GPU would wait for it each."""
+    """Returns a field of a batch, copied to the host if it is a tensor: checks that read a GPU
+    would wait for it each."""
     return field.cpu() if isinstance(field, torch.Tensor) else field
 
 

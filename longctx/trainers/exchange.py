@@ -1,4 +1,5 @@
-"""Exchange of rows between the ranks that have drawn documents and the ranks that hold them: tokens there, values back."""
+"""Exchange of rows between the ranks that have drawn documents and the ranks that hold them: tokens
+there, values back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +17,11 @@ from longctx.planning.tree import Tree
 
 @dataclass(frozen=True)
 class Known:
-    """What all ranks know of a document: the rank that has drawn it, its place among that rank's documents, sizes and shape.
+    """What all ranks know of a document: the rank that has drawn it, its place among that rank's
+    documents, sizes and shape.
 
-    Of one with images also their places, and the kind of their pixels, an empty tensor. Of a record with a source the length of
-    that, and the hidden spans of its target.
+    Of one with images also their places, and the kind of their pixels, an empty tensor. Of a record
+    with a source the length of that, and the hidden spans of its target.
     """
 
     rank: int
@@ -35,7 +37,8 @@ class Known:
 
 @dataclass(frozen=True)
 class Side:
-    """Rows of one side of an exchange: `size` rows, of which `rows` travel, `counts` of them to or from each rank, in order."""
+    """Rows of one side of an exchange: `size` rows, of which `rows` travel, `counts` of them to or
+    from each rank, in order."""
 
     size: int
     rows: torch.Tensor
@@ -64,10 +67,14 @@ class RowExchange:
 
     @classmethod
     def of(
-        cls, layouts: Sequence[Sequence[Layout]], documents: Sequence[Known], rank: int, lengths: Sequence[int]
+        cls,
+        layouts: Sequence[Sequence[Layout]],
+        documents: Sequence[Known],
+        rank: int,
+        lengths: Sequence[int],
     ) -> "RowExchange":
-        """`layouts` are those of every rank and micro-batch, `documents` those of the plan, `lengths` those of all documents of
-        this rank, also ones that are not planned."""
+        """`layouts` are those of every rank and micro-batch, `documents` those of the plan,
+        `lengths` those of all documents of this rank, also ones that are not planned."""
         starts = [0, *torch.tensor([0, *lengths]).cumsum(0)[1:].tolist()]
         own: list[list[torch.Tensor]] = [[] for _ in layouts]
         held: list[list[torch.Tensor]] = [[] for _ in layouts]
@@ -87,8 +94,11 @@ class RowExchange:
         return _moved(rows, self.own, self.held, group)
 
     def to_owners(self, rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Returns the own rows of [held rows, ..] of all ranks; 0 where nothing is planned. Collective, differentiable."""
-        held, own = (replace(side, rows=copy_to(side.rows, rows.device)) for side in (self.held, self.own))
+        """Returns the own rows of [held rows, ..] of all ranks; 0 where nothing is planned.
+        Collective, differentiable."""
+        held, own = (
+            replace(side, rows=copy_to(side.rows, rows.device)) for side in (self.held, self.own)
+        )
         return _moved(rows, held, own, group)
 
 
@@ -101,4 +111,9 @@ def _moved(rows: torch.Tensor, before: Side, after: Side, group: Any) -> torch.T
 
 def _spans(layouts: Sequence[Layout]) -> list[tuple[int, Span]]:
     """Returns the spans of documents that a rank holds, in the order of its micro-batches."""
-    return [(shard.document, span) for layout in layouts for shard in layout.shards for span in (shard.head, shard.tail)]
+    return [
+        (shard.document, span)
+        for layout in layouts
+        for shard in layout.shards
+        for span in (shard.head, shard.tail)
+    ]

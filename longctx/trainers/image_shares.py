@@ -1,7 +1,9 @@
-"""Image shares: which rank encodes which images of a micro-batch, which features travel to which ranks, and their positions.
+"""Image shares: which rank encodes which images of a micro-batch, which features travel to which
+ranks, and their positions.
 
-Images are encoded by the ranks of their document's ring, evenly by patches. All of this is a pure function of the plan and of
-the places of the images, so that every rank knows what it sends and receives.
+Images are encoded by the ranks of their document's ring, evenly by patches. All of this is a pure
+function of the plan and of the places of the images, so that every rank knows what it sends and
+receives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +30,8 @@ Image = tuple[int, int]
 Pixels = Mapping[str, torch.Tensor]
 """What an image processor makes of some images: arguments of a tower."""
 Places = Mapping[int, Sequence[ImagePlace]]
-"""Places of the images of documents, by the document's index in the plan; documents without images may be missing."""
+"""Places of the images of documents, by the document's index in the plan; documents without images
+may be missing."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,11 @@ class ImageShare:
     """Images of a micro-batch, from the view of one rank.
 
     Attributes:
-        pixels: of the images that this rank encodes, one after the other; of a blank image if there are none.
-        sent_rows: int64 [sent]; features that travel, in the order of the ranks that they are sent to.
-        sent, received: number of features sent to each rank of the domain, and received from it.
-        order: int64 [received]; puts received features into the order of this rank's rows.
-        places: of the images of the documents that this rank holds.
+        pixels: of the images that this rank encodes, one after the other; of a blank image if there
+        are none. sent_rows: int64 [sent]; features that travel, in the order of the ranks that they
+        are sent to. sent, received: number of features sent to each rank of the domain, and
+        received from it. order: int64 [received]; puts received features into the order of this
+        rank's rows. places: of the images of the documents that this rank holds.
     """
 
     pixels: Pixels
@@ -58,15 +61,25 @@ class WithImages(MicroBatch):
     images: ImageShare
 
 
-def share_images(plan: Plan, layout: Layout, places: Places, read: Callable[[Sequence[Image]], Pixels]) -> ImageShare | None:
+def share_images(
+    plan: Plan, layout: Layout, places: Places, read: Callable[[Sequence[Image]], Pixels]
+) -> ImageShare | None:
     """Returns the images of a micro-batch for the rank of `layout`; None if no rank has any.
 
     `read` returns the pixels of images, or of a blank one if it is given none.
     """
-    placements = {place.document: place for place in plan.micro_batches[layout.micro_batch] if places.get(place.document)}
+    placements = {
+        place.document: place
+        for place in plan.micro_batches[layout.micro_batch]
+        if places.get(place.document)
+    }
     if not placements:
         return None
-    encoding, rank, shards = encoding_ranks(placements, places), layout.rank, {shard.document: shard for shard in layout.shards}
+    encoding, rank, shards = (
+        encoding_ranks(placements, places),
+        layout.rank,
+        {shard.document: shard for shard in layout.shards},
+    )
     receivers: list[npt.NDArray[np.int64]] = []
     rows: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(plan.ranks)]
     for (document, number), sender in encoding.items():
@@ -78,7 +91,9 @@ def share_images(plan: Plan, layout: Layout, places: Places, read: Callable[[Seq
         if document in shards:
             shard, here = shards[document], positions[holders == rank]
             tail = shard.offset + shard.head_tokens - shard.tail[0]
-            rows[sender].append(np.where(here < shard.head[1], here + shard.offset - shard.head[0], here + tail))
+            rows[sender].append(
+                np.where(here < shard.head[1], here + shard.offset - shard.head[0], here + tail)
+            )
     to = np.concatenate([*receivers, np.zeros(0, np.int64)])
     arrived = [np.concatenate([*parts, np.zeros(0, np.int64)]) for parts in rows]
     return ImageShare(
@@ -92,19 +107,34 @@ def share_images(plan: Plan, layout: Layout, places: Places, read: Callable[[Seq
 
 
 def encoding_ranks(placements: Mapping[int, Placement], places: Places) -> dict[Image, int]:
-    """Returns the rank that encodes each image: large ones first, each on the rank of the ring with the fewest patches."""
-    images = [(document, number) for document in sorted(placements) for number in range(len(places[document]))]
+    """Returns the rank that encodes each image: large ones first, each on the rank of the ring with
+    the fewest patches."""
+    images = [
+        (document, number)
+        for document in sorted(placements)
+        for number in range(len(places[document]))
+    ]
     patches = [places[document][number].patches for document, number in images]
-    return dict(zip(images, spread_images(patches, [placements[document].ring for document, _ in images]), strict=True))
+    return dict(
+        zip(
+            images,
+            spread_images(patches, [placements[document].ring for document, _ in images]),
+            strict=True,
+        )
+    )
 
 
-def _holders(placement: Placement, length: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _holders(
+    placement: Placement, length: int, positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
     """Returns the ranks that hold positions of a document; see `longctx.planning.layout`."""
     chunks = 2 * placement.degree
     edges = np.arange(chunks + 1) * length // chunks
     chunk = np.searchsorted(edges, positions, side="right") - 1
     index = np.minimum(chunk, chunks - 1 - chunk)
-    ranks: npt.NDArray[np.int64] = placement.first_rank + (placement.degree - 1 - index if placement.reversed else index)
+    ranks: npt.NDArray[np.int64] = placement.first_rank + (
+        placement.degree - 1 - index if placement.reversed else index
+    )
     return ranks
 
 
@@ -113,41 +143,60 @@ def read_images(
 ) -> tuple[Images, torch.Tensor]:
     """Returns the images of a micro-batch, and the positions of its tokens, on the device.
 
-    These are [tokens], or [axes, tokens] if the code of the model `hf` gives tokens of images several positions. `group` has
-    the ranks of the domain; None: there is one.
+    These are [tokens], or [axes, tokens] if the code of the model `hf` gives tokens of images
+    several positions. `group` has the ranks of the domain; None: there is one.
     """
     share = micro_batch.images
     pixels = {name: copy_to(value, device) for name, value in share.pixels.items()}
     several = _positions(micro_batch, share, hf)
-    images = Images(pixels, partial(_share, share, group), _rows_of_kinds(micro_batch.tokens, hf, device))
+    images = Images(
+        pixels, partial(_share, share, group), _rows_of_kinds(micro_batch.tokens, hf, device)
+    )
     return images, copy_to(micro_batch.positions if several is None else several, device)
 
 
-def _rows_of_kinds(tokens: torch.Tensor, hf: Any, device: torch.device) -> dict[str, torch.Tensor | slice]:
-    """Returns the rows of images and of videos among the features of `tokens`; all of them if there is one kind."""
+def _rows_of_kinds(
+    tokens: torch.Tensor, hf: Any, device: torch.device
+) -> dict[str, torch.Tensor | slice]:
+    """Returns the rows of images and of videos among the features of `tokens`; all of them if there
+    is one kind."""
     kinds = {"image": hf.config.image_token_id, "video": video_token(hf)}
-    shown = tokens[torch.isin(tokens, torch.tensor([token for token in kinds.values() if token is not None]))]
-    rows = {kind: (shown == token).nonzero()[:, 0] for kind, token in kinds.items() if token is not None}
+    shown = tokens[
+        torch.isin(tokens, torch.tensor([token for token in kinds.values() if token is not None]))
+    ]
+    rows = {
+        kind: (shown == token).nonzero()[:, 0] for kind, token in kinds.items() if token is not None
+    }
     rows = {kind: index for kind, index in rows.items() if len(index)}
-    return {kind: slice(None) if len(rows) == 1 else copy_to(index, device) for kind, index in rows.items()}
+    return {
+        kind: slice(None) if len(rows) == 1 else copy_to(index, device)
+        for kind, index in rows.items()
+    }
 
 
 def blocks_of(micro_batch: MicroBatch, hf: Any) -> dict[int, list[Span]]:
-    """Returns the spans of images, by document, whose tokens see each other in both directions: of Gemma 3 all images.
+    """Returns the spans of images, by document, whose tokens see each other in both directions: of
+    Gemma 3 all images.
 
     `hf` is the model of transformers.
     """
     if not isinstance(micro_batch, WithImages) or hf.config.model_type not in IN_BOTH_DIRECTIONS:
         return {}
     held = micro_batch.images.places
-    return {document: [(place.start, place.start + place.tokens) for place in places] for document, places in held.items()}
+    return {
+        document: [(place.start, place.start + place.tokens) for place in places]
+        for document, places in held.items()
+    }
 
 
-def _share(share: ImageShare, group: dist.ProcessGroup | None, features: torch.Tensor) -> torch.Tensor:
+def _share(
+    share: ImageShare, group: dist.ProcessGroup | None, features: torch.Tensor
+) -> torch.Tensor:
     device, expected = features.device, len(share.sent_rows)
     if expected and len(features) != expected:
         raise UserError(
-            f"the model makes {len(features)} features of images that have {expected} tokens: make documents by the processor "
+            f"the model makes {len(features)} features of images that have {expected} tokens: make "
+            "documents by the processor "
             "of the model"
         )
     rows = features[copy_to(share.sent_rows, device)]
@@ -156,7 +205,8 @@ def _share(share: ImageShare, group: dist.ProcessGroup | None, features: torch.T
 
 
 def _positions(micro_batch: MicroBatch, share: ImageShare, hf: Any) -> torch.Tensor | None:
-    """Returns the positions [axes, tokens] of this rank's rows; None if each token has one position."""
+    """Returns the positions [axes, tokens] of this rank's rows; None if each token has one
+    position."""
     found = None
     for shard in micro_batch.layout.shards:
         if shard.document not in share.places:

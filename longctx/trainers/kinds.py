@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from longctx.hf.vision import is_vision
 
 Kind = Literal["steps", "sequences", "rows"]
-"""The loss is a sum over tokens, so whole steps are planned; or it needs values of whole sequences, by TRL's fused head, or
-outputs of whole rows, so every call of the model is planned."""
+"""The loss is a sum over tokens, so whole steps are planned; or it needs values of whole sequences,
+by TRL's fused head, or outputs of whole rows, so every call of the model is planned."""
 KINDS: dict[str, Kind] = {
     "SFTTrainer": "steps",
     "DPOTrainer": "sequences",
@@ -20,8 +20,15 @@ KINDS: dict[str, Kind] = {
     "KTOTrainer": "sequences",
     "RewardTrainer": "rows",
 }
-"""Trainers of TRL. `transformers.Trainer` is of "steps", or of "rows" if its loss is another head's or its own."""
-OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice", "ForPreTraining", "ForNextSentencePrediction")
+"""Trainers of TRL. `transformers.Trainer` is of "steps", or of "rows" if its loss is another head's
+or its own."""
+OTHER_HEADS = (
+    "Classification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+)
 """Ends of the names of models whose loss is not one of the next token, or of masked ones."""
 LOSS = ("compute_loss", "training_step")
 """Methods of a subclass that are called for every micro-batch."""
@@ -31,17 +38,16 @@ class Traits:
     """A trainer, and what it and its model are before anything is replaced.
 
     Attributes:
-        model: the model of transformers, inside the trainer's model and its adapters.
-        adapters: configs of peft, by name.
-        of_trl: name of TRL's nearest class that it is or extends; None for others.
-        kind: what its loss needs; of a trainer that is not supported, "steps".
-        token_sum: whether losses of a subclass are said to be sums over tokens.
-        pairs, images, masked: whether the model is an encoder-decoder, reads images, or predicts masked tokens.
-        encoder: whether tokens of its base model see later ones.
-        noisy: whether a module drops at random, or NEFTune adds noise.
-        balances: whether the auxiliary loss of a mixture's routers is to be trained.
-        recomputes, reentrant: whether layers are computed again in backward, and whether in a backward pass of their own.
-        means_of_batches: whether the model, as many that read images, or the trainer itself asks for means of batches, though
+        model: the model of transformers, inside the trainer's model and its adapters. adapters:
+        configs of peft, by name. of_trl: name of TRL's nearest class that it is or extends; None
+        for others. kind: what its loss needs; of a trainer that is not supported, "steps".
+        token_sum: whether losses of a subclass are said to be sums over tokens. pairs, images,
+        masked: whether the model is an encoder-decoder, reads images, or predicts masked tokens.
+        encoder: whether tokens of its base model see later ones. noisy: whether a module drops at
+        random, or NEFTune adds noise. balances: whether the auxiliary loss of a mixture's routers
+        is to be trained. recomputes, reentrant: whether layers are computed again in backward, and
+        whether in a backward pass of their own. means_of_batches: whether the model, as many that
+        read images, or the trainer itself asks for means of batches, though
             the loss can be a sum over tokens.
     """
 
@@ -49,7 +55,9 @@ class Traits:
         self.trainer, self.args, self.token_sum = trainer, trainer.args, token_sum
         self.model = model = inner_model(trainer, trainer.model)
         self.adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-        of_trl = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
+        of_trl = (
+            kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")
+        )
         self.of_trl = next((name for name in of_trl if not name.startswith("_")), None)
         self.pairs, self.images = bool(model.config.is_encoder_decoder), is_vision(model)
         self.masked, self.encoder = _predicts_masked(model), is_encoder(model.base_model)
@@ -57,10 +65,14 @@ class Traits:
         drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
         self.noisy = drops or bool(trainer.neftune_noise_alpha)
         self.recomputes, self.reentrant = _recomputes(self.args, model)
-        in_config = not self.pairs and getattr(model.config.get_text_config(), "output_router_logits", False)
+        in_config = not self.pairs and getattr(
+            model.config.get_text_config(), "output_router_logits", False
+        )
         self.balances = bool(in_config or getattr(trainer, "aux_loss_enabled", False))
         asks = getattr(model, "accepts_loss_kwargs", None) is False
-        self.means_of_batches = not trainer.model_accepts_loss_kwargs and (asks or _takes_more(model.forward))
+        self.means_of_batches = not trainer.model_accepts_loss_kwargs and (
+            asks or _takes_more(model.forward)
+        )
 
     def _kind(self) -> Kind:
         if self.of_trl:
@@ -68,17 +80,21 @@ class Traits:
         if self.pairs or self.images:
             return "steps"
         own = not self.token_sum and any(is_own(self.trainer, name) for name in LOSS)
-        other = type(self.model).__name__.endswith(OTHER_HEADS) or self.model.base_model is self.model
+        other = (
+            type(self.model).__name__.endswith(OTHER_HEADS) or self.model.base_model is self.model
+        )
         return "rows" if own or other or self.trainer.compute_loss_func is not None else "steps"
 
     @property
     def has_loss_of_head(self) -> bool:
-        """Whether a loss is the mean that a head of transformers takes over the labels of a batch."""
+        """Whether a loss is the mean that a head of transformers takes over the labels of a
+        batch."""
         return type(self.model).__name__.endswith(OTHER_HEADS) and not self.has_own_loss
 
     @property
     def has_unknown_loss(self) -> bool:
-        """Whether the loss of a batch of rows is a trainer's own, which may or may not be a mean over them."""
+        """Whether the loss of a batch of rows is a trainer's own, which may or may not be a mean
+        over them."""
         return self.of_trl is not None or any(is_own(self.trainer, name) for name in LOSS)
 
     @property
@@ -98,7 +114,8 @@ def inner_model(trainer: Any, model: Any) -> Any:
 
 
 def tuner_of(unwrapped: Any) -> Any:
-    """Returns what peft has put between its own model and that of transformers; None if there is nothing, as for prompts."""
+    """Returns what peft has put between its own model and that of transformers; None if there is
+    nothing, as for prompts."""
     inside = unwrapped.base_model if _is_of_peft(unwrapped) else None
     return inside if _is_of_peft(inside) else None
 
@@ -108,28 +125,38 @@ def _is_of_peft(model: Any) -> bool:
 
 
 def _takes_more(function: Any) -> bool:
-    """Returns whether a function takes arguments that it does not name, by which losses of transformers get a divisor."""
+    """Returns whether a function takes arguments that it does not name, by which losses of
+    transformers get a divisor."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _recomputes(args: Any, model: Any) -> tuple[bool, bool]:
-    """Returns whether layers of a model are computed again in backward, and whether torch does so by `use_reentrant`.
+    """Returns whether layers of a model are computed again in backward, and whether torch does so
+    by `use_reentrant`.
 
     What the arguments ask for replaces, when training begins, what is set on the model.
     """
     own_words = {"every_n_layers", "offload"}  # of transformers; all others are torch's
     if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
-        given = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
+        given = (
+            getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs)
+            or {}
+        )
         of_torch = {name: value for name, value in given.items() if name not in own_words}
         return True, bool(of_torch) and _is_reentrant(functools.partial(checkpoint, **of_torch))
-    recomputing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    recomputing = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+    ]
     functions = [getattr(module, "_gradient_checkpointing_func", None) for module in recomputing]
     return bool(recomputing), any(map(_is_reentrant, functions))
 
 
 def _is_reentrant(function: Any) -> bool:
-    """Returns whether a function that computes layers again does so in a backward pass of its own, which is torch's default."""
+    """Returns whether a function that computes layers again does so in a backward pass of its own,
+    which is torch's default."""
     while function is not None:
         if function is checkpoint:
             return True
@@ -139,14 +166,18 @@ def _is_reentrant(function: Any) -> bool:
                 return bool(asked)
             function = function.func
         else:
-            function = getattr(function, "__wrapped__", None)  # of a tool that watches what is computed again
+            # Of a tool that watches what is computed again.
+            function = getattr(function, "__wrapped__", None)
     return False
 
 
 def is_own(trainer: Any, name: str) -> bool:
     """Returns whether a method of a trainer is not that of transformers or TRL."""
     method = getattr(trainer, name, None)
-    return method is not None and getattr(method, "__module__", "").split(".")[0] not in ("transformers", "trl")
+    return method is not None and getattr(method, "__module__", "").split(".")[0] not in (
+        "transformers",
+        "trl",
+    )
 
 
 def _predicts_masked(model: Any) -> bool:

@@ -1,7 +1,8 @@
 """Dropout and NEFTune whose random numbers do not depend on how documents are split.
 
-A number is a function of the seed, the step, the document, the token's place in it, the module and the feature: the product of
-two odd numbers of 32 bits, one of the token and the module, and one of the feature.
+A number is a function of the seed, the step, the document, the token's place in it, the module and
+the feature: the product of two odd numbers of 32 bits, one of the token and the module, and one of
+the feature.
 """
 
 import functools
@@ -36,19 +37,25 @@ class Noise:
         for shard in layout.shards:
             first = _mixed(np.uint64(zlib.crc32(repr((*seed, shard.document)).encode())))
             places = np.r_[slice(*shard.head), slice(*shard.tail)].astype(np.uint64)
-            rows[0, shard.offset :][: shard.tokens], rows[1, shard.offset :][: shard.tokens] = first + places, shard.longest
+            rows[0, shard.offset :][: shard.tokens], rows[1, shard.offset :][: shard.tokens] = (
+                first + places,
+                shard.longest,
+            )
         rows[0] = _mixed(rows[0])
         self.rows = copy_to(torch.from_numpy(rows.view(np.int64)), self.trainer.args.device)
 
     @contextmanager
     def used_by(self, model: Any) -> Iterator[None]:
-        """Makes the dropout of a model, and NEFTune if the trainer asks for it, use these numbers."""
+        """Makes the dropout of a model, and NEFTune if the trainer asks for it, use these
+        numbers."""
         alpha = self.trainer.neftune_noise_alpha
 
         def dropped(salt: int, own: Any, module: Any, inputs: torch.Tensor) -> Any:
             if not self._are_tokens(module, inputs) or not 0 < module.p < 1:
                 return own(module, inputs)
-            return inputs.masked_fill(self._numbers(salt, inputs) < round((2 * module.p - 1) * 2**31), 0) / (1 - module.p)
+            return inputs.masked_fill(
+                self._numbers(salt, inputs) < round((2 * module.p - 1) * 2**31), 0
+            ) / (1 - module.p)
 
         def noisy(own: Any, module: Any, ids: torch.Tensor) -> Any:
             output = own(module, ids)
@@ -58,13 +65,16 @@ class Noise:
             return output + (self._numbers(1, output) * (largest[:, None] / 2**31)).to(output.dtype)
 
         with ExitStack() as undo:
-            undo.enter_context(replaced(self.trainer, "neftune_noise_alpha", None))  # it would add its own
+            # It would add its own.
+            undo.enter_context(replaced(self.trainer, "neftune_noise_alpha", None))
             if alpha is not None:
                 undo.enter_context(replaced_method(model.get_input_embeddings(), "forward", noisy))
             for name, module in model.named_modules():
                 if isinstance(module, nn.Dropout):
                     salt = 2 * zlib.crc32(name.encode()) + 1
-                    undo.enter_context(replaced_method(module, "forward", functools.partial(dropped, salt)))
+                    undo.enter_context(
+                        replaced_method(module, "forward", functools.partial(dropped, salt))
+                    )
             yield
 
     def _are_tokens(self, module: nn.Module, values: torch.Tensor) -> bool:

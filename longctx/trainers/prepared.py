@@ -1,6 +1,8 @@
-"""Models of a trainer: prepared, but plain where they are called without a layout, copied or pickled.
+"""Models of a trainer: prepared, but plain where they are called without a layout, copied or
+pickled.
 
-So `generate`, evaluations in callbacks, averages of weights and reference models are as without longctx.
+So `generate`, evaluations in callbacks, averages of weights and reference models are as without
+longctx.
 """
 
 import contextlib
@@ -61,18 +63,30 @@ def prepared(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_method(model: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    """Makes `ours` a method of a model, which gets the model's own function, the model and the arguments.
+    """Makes `ours` a method of a model, which gets the model's own function, the model and the
+    arguments.
 
-    A copy of the model keeps the own one, called with itself. What others have wrapped around the method meanwhile, as
-    accelerate does for autocast, stays, and calls the own one.
+    A copy of the model keeps the own one, called with itself. What others have wrapped around the
+    method meanwhile, as accelerate does for autocast, stays, and calls the own one.
     """
-    hidden, bound, known, calls = vars(model).get(name), getattr(model, name), weakref.ref(model), [ours]
-    own = getattr(bound, "__func__", lambda _, *arguments, **named: bound(*arguments, **named))  # accelerate's is bound inside
+    hidden, bound, known, calls = (
+        vars(model).get(name),
+        getattr(model, name),
+        weakref.ref(model),
+        [ours],
+    )
+    # accelerate's is bound inside.
+    own = getattr(bound, "__func__", lambda _, *arguments, **named: bound(*arguments, **named))
 
-    @functools.wraps(getattr(type(model), name))  # trainers and `generate` look at the signature; it is pickled by name
+    # Trainers and `generate` look at the signature; it is pickled by name.
+    @functools.wraps(getattr(type(model), name))
     def method(this: Any, *arguments: Any, **named: Any) -> Any:
         if this is known():
-            return calls[0](own, this, *arguments, **named) if calls else own(this, *arguments, **named)
+            return (
+                calls[0](own, this, *arguments, **named)
+                if calls
+                else own(this, *arguments, **named)
+            )
         # TRL's function, without its head, calls the model that the head was added to.
         copied = own if named.get("fused_lm_head") else getattr(type(this), name)
         return copied(this, *arguments, **named)
@@ -89,9 +103,16 @@ def replaced_method(model: Any, name: str, ours: Callable[..., Any]) -> Iterator
 
 
 def attention_of(model: Any) -> dict[str, str]:
-    """Returns the names of the attention of a model and of its parts, as transformers sets them: a tower has its own."""
-    parts = {name: part for name in model.config.sub_configs if (part := getattr(model.config, name, None)) is not None}
-    return {"": model.config._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
+    """Returns the names of the attention of a model and of its parts, as transformers sets them: a
+    tower has its own."""
+    parts = {
+        name: part
+        for name in model.config.sub_configs
+        if (part := getattr(model.config, name, None)) is not None
+    }
+    return {"": model.config._attn_implementation} | {
+        name: part._attn_implementation for name, part in parts.items()
+    }
 
 
 class _Before(NamedTuple):

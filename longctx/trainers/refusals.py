@@ -1,4 +1,5 @@
-"""What a trainer must not ask for if its documents are split over ranks, checked before the first step."""
+"""What a trainer must not ask for if its documents are split over ranks, checked before the first
+step."""
 
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -30,8 +31,10 @@ WRAPPED = ("training_step", "prediction_step")
 
 
 UNEVEN = (
-    "the last rows of {} are not as many on every rank, so plain training fills them with others, and nothing says how the "
-    "loss weighs fewer: set dataloader_drop_last=True in {}, a batch size that divides the rows, or compute_loss_func"
+    "the last rows of {} are not as many on every rank, so plain training fills them with others, "
+    "and nothing says how the "
+    "loss weighs fewer: set dataloader_drop_last=True in {}, a batch size that divides the rows, "
+    "or compute_loss_func"
 )
 
 
@@ -40,28 +43,42 @@ class TrainerError(UserError):
 
 
 def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
-    """Raises TrainerError for what is no trainer, or not yet one, that has the `needed` methods of transformers."""
+    """Raises TrainerError for what is no trainer, or not yet one, that has the `needed` methods of
+    transformers."""
     from transformers import PreTrainedModel, Trainer
 
-    given = f"the class {trainer.__name__}" if isinstance(trainer, type) else f"an object of {type(trainer).__name__}"
+    given = (
+        f"the class {trainer.__name__}"
+        if isinstance(trainer, type)
+        else f"an object of {type(trainer).__name__}"
+    )
     if not isinstance(trainer, Trainer):
         raise TrainerError(
-            f"trainer is {given}: give the transformers.Trainer, or TRL's, that was made with the model and its arguments. A "
+            f"trainer is {given}: give the transformers.Trainer, or TRL's, that was made with the "
+            "model and its arguments. A "
             "loop of your own calls prepare(model) and ring_attention instead (docs/own-trainer.md)"
         )
     if missing := [name for name in ("args", "accelerator", "model") if name not in vars(trainer)]:
-        raise TrainerError(f"trainer is {given} without {missing[0]}: its __init__ must call that of Trainer first")
+        raise TrainerError(
+            f"trainer is {given} without {missing[0]}: its __init__ must call that of Trainer first"
+        )
     if hasattr(trainer, "dynamic"):
-        raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
+        raise TrainerError(
+            "this trainer already has dynamic context parallelism: call it once, or "
+            "restore(trainer) first"
+        )
     if missing := [name for name in needed if not hasattr(trainer, name)]:
         raise TrainerError(
-            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
+            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx "
+            "replaces: install 5.20 to 5.24"
         )
     model = inner_model(trainer, trainer.model)
     if not isinstance(model, PreTrainedModel):
         raise TrainerError(
-            f"the model of {type(trainer).__name__} is a {type(model).__name__}, no PreTrainedModel of transformers, whose "
-            "attention is replaced: train such a model, or prepare(model) the one inside in a loop of your own"
+            f"the model of {type(trainer).__name__} is a {type(model).__name__}, no "
+            "PreTrainedModel of transformers, whose "
+            "attention is replaced: train such a model, or prepare(model) the one inside in a loop "
+            "of your own"
         )
 
 
@@ -80,7 +97,8 @@ RULES: dict[str, Rule] = {
 
 
 def refuse(traits: Traits, replaced: Sequence[str]) -> None:
-    """Raises TrainerError with everything that would make the result depend on how documents are split.
+    """Raises TrainerError with everything that would make the result depend on how documents are
+    split.
 
     `replaced` are the names in a trainer of whole steps that are replaced, or of no use.
     """
@@ -102,25 +120,43 @@ def refuse(traits: Traits, replaced: Sequence[str]) -> None:
 def _trainer_problems(traits: Traits) -> Iterator[str]:
     trainer = traits.trainer
     if traits.of_trl not in (None, *KINDS):
-        yield f"{traits.of_trl} is not supported: use transformers.Trainer, {', '.join(KINDS)} or your own subclass of those"
+        yield (
+            f"{traits.of_trl} is not supported: use transformers.Trainer, {', '.join(KINDS)} or "
+            "your own subclass of those"
+        )
     if trainer.model_init is not None:
-        yield "model_init builds another model when training begins: pass model=model_init() instead"
+        yield (
+            "model_init builds another model when training begins: pass model=model_init() instead"
+        )
     if trainer.compute_loss_func is not None and traits.kind != "rows":
-        yield "compute_loss_func sees only this rank's tokens: omit it, or use transformers.Trainer with a model of text alone"
+        yield (
+            "compute_loss_func sees only this rank's tokens: omit it, or use "
+            "transformers.Trainer with a model of text alone"
+        )
     sums = trainer.model_accepts_loss_kwargs or traits.kind != "steps"
     if not sums and not traits.means_of_batches and not traits.masked:
-        yield f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a causal model of transformers"
+        yield (
+            f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a "
+            "causal model of transformers"
+        )
     if traits.balances and (traits.kind == "rows" or traits.images):
         yield (
-            "the auxiliary loss of routers is not computed beside images or losses of whole rows: set router_aux_loss_coef=0.0 "
+            "the auxiliary loss of routers is not computed beside images or losses of whole rows: "
+            "set router_aux_loss_coef=0.0 "
             f"in {type(trainer.args).__name__}, or output_router_logits=False in the model's config"
         )
 
 
 def _uneven_problems(traits: Traits) -> Iterator[str]:
-    """Yields what is wrong with the end of an epoch for a loss that may or may not be a mean over rows."""
+    """Yields what is wrong with the end of an epoch for a loss that may or may not be a mean over
+    rows."""
     trainer, args = traits.trainer, traits.args
-    if traits.kind != "rows" or not traits.has_unknown_loss or args.dataloader_drop_last or args.world_size == 1:
+    if (
+        traits.kind != "rows"
+        or not traits.has_unknown_loss
+        or args.dataloader_drop_last
+        or args.world_size == 1
+    ):
         return
     data, batch = trainer.train_dataset, args.per_device_train_batch_size * args.world_size
     if data is None or not hasattr(data, "__len__") or len(data) % batch == 0:
@@ -137,77 +173,128 @@ def _method_problems(traits: Traits, names: Sequence[str]) -> Iterator[str]:
         if not is_own(trainer, name):
             continue
         if name in vars(trainer):
-            yield f"{name} is set on the trainer itself, which would hide that of longctx: define it in a subclass"
+            yield (
+                f"{name} is set on the trainer itself, which would hide that of longctx: define "
+                "it in a subclass"
+            )
             continue
-        own = f"{next(kind.__name__ for kind in type(trainer).__mro__ if name in vars(kind))}.{name}"
+        own = (
+            f"{next(kind.__name__ for kind in type(trainer).__mro__ if name in vars(kind))}.{name}"
+        )
         if name in LOSS and not traits.token_sum:
             yield (
-                f"{own} may not be a sum over tokens divided by num_items_in_batch: omit it, or say "
-                "own_loss_is_a_token_sum=True if it is, whichever documents, or parts of them, are in a row of its inputs"
+                f"{own} may not be a sum over tokens divided by num_items_in_batch: omit it, or "
+                "say "
+                "own_loss_is_a_token_sum=True if it is, whichever documents, or parts of them, are "
+                "in a row of its inputs"
             )
         elif name not in LOSS + CALLED:
-            way = "edit them there, and read results in compute_metrics, preprocess_logits_for_metrics or a callback"
+            way = (
+                "edit them there, and read results in compute_metrics, "
+                "preprocess_logits_for_metrics or a callback"
+            )
             yield f"{own} would not be called for the batches of the data collator: {way}"
 
 
 def _argument_problems(traits: Traits) -> Iterator[str]:
     trainer, args, accelerator = traits.trainer, traits.args, traits.trainer.accelerator
     if args.device.type not in ("cpu", "cuda"):
-        yield f"the trainer is on {args.device.type}, for which there are no kernels: set use_cpu=True in its arguments"
+        yield (
+            f"the trainer is on {args.device.type}, for which there are no kernels: set "
+            "use_cpu=True in its arguments"
+        )
     smoothed = traits.of_trl is None and not traits.pairs
     for name in ("torch_compile", "use_liger_kernel", *["label_smoothing_factor"] * (not smoothed)):
         if getattr(args, name, None):
             yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
     if (started := Launch.read().world_size) > args.world_size:
         yield (
-            f"{started} processes were started, but the trainer sees {args.world_size}, so each would train by itself: set "
+            f"{started} processes were started, but the trainer sees {args.world_size}, so each "
+            "would train by itself: set "
             f"use_cpu=True in {type(args).__name__} if there are no GPUs"
         )
     if args.world_size == 1 and (tasks := other_tasks()):
         yield tasks
     if args.n_gpu > 1:
-        yield f"one process uses {args.n_gpu} GPUs: start a process per GPU by torchrun or accelerate"
+        yield (
+            f"one process uses {args.n_gpu} GPUs: start a process per GPU by torchrun or accelerate"
+        )
     if trainer.is_deepspeed_enabled:
         yield "DeepSpeed is not supported: use FSDP2 or DDP"
-    sizes = {"cp_size": trainer.get_cp_size(), "sp_size": trainer.get_sp_size(), "tp_size": trainer.get_tp_size()}
+    sizes = {
+        "cp_size": trainer.get_cp_size(),
+        "sp_size": trainer.get_sp_size(),
+        "tp_size": trainer.get_tp_size(),
+    }
     for name, size in sizes.items():
         if size > 1:
             yield f"{name} is {size}: leave it at 1, documents are split by longctx"
     if not accelerator.even_batches:
-        yield "even_batches is False: ranks would have different numbers of batches, and wait for each other: set it to True"
+        yield (
+            "even_batches is False: ranks would have different numbers of batches, and wait for "
+            "each other: set it to True"
+        )
     if accelerator.dispatch_batches and hasattr(trainer.train_dataset, "__len__"):
         yield "dispatch_batches is True, with which rows that repeat others cannot be told: omit it"
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None and accelerator.state.fsdp_plugin.fsdp_version != 2:
+    if (
+        getattr(accelerator.state, "fsdp_plugin", None) is not None
+        and accelerator.state.fsdp_plugin.fsdp_version != 2
+    ):
         yield "FSDP version 1 is not supported: set fsdp_version to 2"
     if getattr(args, "predict_with_generate", False) and trainer.is_fsdp_enabled:
-        yield "predict_with_generate calls parts of the model, whose weights FSDP keeps sharded: omit it, or use DDP"
+        yield (
+            "predict_with_generate calls parts of the model, whose weights FSDP keeps sharded: "
+            "omit it, or use DDP"
+        )
 
 
 def _model_problems(traits: Traits) -> Iterator[str]:
     model, head = traits.model, type(traits.model).__name__
     if head.endswith(OTHER_HEADS) and traits.kind != "rows":
-        yield f"{head} has a head that is not for tokens: use transformers.Trainer, and no encoder-decoder or reader of images"
+        yield (
+            f"{head} has a head that is not for tokens: use transformers.Trainer, and no "
+            "encoder-decoder or reader of images"
+        )
     if head.endswith("ForQuestionAnswering") and not hasattr(model, ANSWERS):
-        yield f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another family's model"
+        yield (
+            f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another "
+            "family's model"
+        )
     if model.base_model is model and not traits.has_own_loss and not traits.pairs:
-        yield f"{head} has no head, and so no loss: use a model with one, such as those for causal language models"
+        yield (
+            f"{head} has no head, and so no loss: use a model with one, such as those for causal "
+            "language models"
+        )
     if traits.of_trl and traits.pairs:
-        yield f"{traits.of_trl} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
+        yield (
+            f"{traits.of_trl} makes batches without sources, but the model is an "
+            "encoder-decoder: use Seq2SeqTrainer"
+        )
     if traits.of_trl and traits.masked:
         yield (
-            f"{traits.of_trl} trains causal models, but the model is an encoder: use transformers.Trainer with a collator that "
+            f"{traits.of_trl} trains causal models, but the model is an encoder: use "
+            "transformers.Trainer with a collator that "
             "masks"
         )
-    for config in filter(None, (*configs_of_parts(model), getattr(model.config, "vision_config", None))):
+    for config in filter(
+        None, (*configs_of_parts(model), getattr(model.config, "vision_config", None))
+    ):
         for name, value in config.to_dict().items():
             if "att" in name and "drop" in name and value:
-                yield f"{name} is {value:g} in the model's config, which no kernel of attention has: set it to 0"
+                yield (
+                    f"{name} is {value:g} in the model's config, which no kernel of attention "
+                    "has: set it to 0"
+                )
     if traits.pairs and traits.noisy:
-        yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"
+        yield (
+            "the model is an encoder-decoder, whose dropout and NEFTune would depend on how "
+            "documents are split: omit them"
+        )
 
 
 def _adapter_problems(traits: Traits) -> Iterator[str]:
-    """Yields what is wrong with adapters that do more than change layers by what a token itself is."""
+    """Yields what is wrong with adapters that do more than change layers by what a token itself
+    is."""
     if not traits.adapters:
         return
     from peft.tuners.tuners_utils import BaseTuner
@@ -220,29 +307,48 @@ def _adapter_problems(traits: Traits) -> Iterator[str]:
         if config.is_prompt_learning:
             found.append(f"{kind} adds virtual tokens to every document: {way}")
         elif tuner is not None and type(tuner).forward is not BaseTuner.forward:
-            found.append(f"{kind} has a forward of its own, whose loss or input would be that of a micro-batch: {way}")
+            found.append(
+                f"{kind} has a forward of its own, whose loss or input would be that of a "
+                f"micro-batch: {way}"
+            )
         if getattr(config, "alora_invocation_tokens", None):
-            found.append("alora_invocation_tokens switch adapters on from a place in the row, not in the document: omit them")
-    if not found and not any(map(_drops_nothing, traits.adapters.values())) and _draws(traits.model):
+            found.append(
+                "alora_invocation_tokens switch adapters on from a place in the row, not in the "
+                "document: omit them"
+            )
+    if (
+        not found
+        and not any(map(_drops_nothing, traits.adapters.values()))
+        and _draws(traits.model)
+    ):
         found.append(
-            "the adapters draw random numbers in every call, which would be others on every rank: set their dropout to 0, or "
+            "the adapters draw random numbers in every call, which would be others on every rank: "
+            "set their dropout to 0, or "
             "use LoRA, whose dropout is the same under any split"
         )
     yield from found
 
 
 def _drops_nothing(config: Any) -> bool:
-    """Returns whether adapters draw only numbers that they compare with a dropout of modules that is 0, as LoHa and LoKr."""
+    """Returns whether adapters draw only numbers that they compare with a dropout of modules that
+    is 0, as LoHa and LoKr."""
     dropouts = {name: value for name, value in vars(config).items() if name.endswith("dropout")}
     return "module_dropout" in dropouts and not any(dropouts.values())
 
 
 def _draws(model: Any) -> bool:
-    """Returns whether adapters in a model draw random numbers in training, apart from torch's modules of dropout."""
+    """Returns whether adapters in a model draw random numbers in training, apart from torch's
+    modules of dropout."""
     device = next(model.parameters()).device
     ids = torch.arange(DRAWN_FOR, device=device)[None]
-    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    with torch.no_grad(), evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    given = {"input_ids": ids} | (
+        {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    )
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+    ):
         for module in model.modules():
             module.training |= type(module).__module__.startswith("peft.")
         before = _random_states(device)
@@ -260,11 +366,15 @@ def _ddp_problems(traits: Traits) -> Iterator[str]:
     args, handler = traits.args, traits.trainer.accelerator.ddp_handler
     if args.world_size == 1 or traits.trainer.is_fsdp_enabled:
         return
-    trains_encoder = traits.images and any(weight.requires_grad for weight in weights_of_images(traits.model))
+    trains_encoder = traits.images and any(
+        weight.requires_grad for weight in weights_of_images(traits.model)
+    )
     if trains_encoder and not (handler and handler.find_unused_parameters):
         yield (
-            "ddp_find_unused_parameters is off, but documents without images give the encoder of images no gradient: set it to "
-            "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the encoder"
+            "ddp_find_unused_parameters is off, but documents without images give the encoder of "
+            "images no gradient: set it to "
+            "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the "
+            "encoder"
         )
     if traits.kind == "steps" and getattr(args, "ddp_static_graph", False):
         yield "ddp_static_graph is True, but ranks have other micro-batches in every step: omit it"
@@ -273,53 +383,79 @@ def _ddp_problems(traits: Traits) -> Iterator[str]:
         calls = "takes one call of the model before backward, but a call is planned as several"
         twice = "sees weights ready twice beside ddp_find_unused_parameters"
         yield (
-            f"use_reentrant is True, with which DDP {twice if traits.kind == 'steps' else calls}: set "
-            f"gradient_checkpointing_kwargs={{'use_reentrant': False}} in {type(args).__name__}, or where the model is told to "
+            f"use_reentrant is True, with which DDP {twice if traits.kind == 'steps' else calls}: "
+            "set "
+            f"gradient_checkpointing_kwargs={{'use_reentrant': False}} in {type(args).__name__}, "
+            "or where the model is told to "
             "recompute"
         )
 
 
 def notes_on_data(traits: Traits, most: int) -> Iterator[str]:
-    """Yields a note for each data set with documents that TRL may have cut, and for an argument that changes nothing.
+    """Yields a note for each data set with documents that TRL may have cut, and for an argument
+    that changes nothing.
 
-    Raises TrainerError for a data set with `input_ids` of which a document is longer than the `most` tokens that all ranks
-    hold.
+    Raises TrainerError for a data set with `input_ids` of which a document is longer than the
+    `most` tokens that all ranks hold.
     """
     trainer, args = traits.trainer, traits.args
-    if args.world_size > 1 and not args.average_tokens_across_devices and traits.kind != "sequences":
-        yield "note: average_tokens_across_devices=False changes nothing: the loss is the mean over the tokens of all ranks"
+    if (
+        args.world_size > 1
+        and not args.average_tokens_across_devices
+        and traits.kind != "sequences"
+    ):
+        yield (
+            "note: average_tokens_across_devices=False changes nothing: the loss is the mean "
+            "over the tokens of all ranks"
+        )
     if traits.kind == "steps" and traits.means_of_batches:
-        asking = traits.model if getattr(traits.model, "accepts_loss_kwargs", None) is False else traits.trainer
+        asking = (
+            traits.model
+            if getattr(traits.model, "accepts_loss_kwargs", None) is False
+            else traits.trainer
+        )
         name = type(asking).__name__
-        yield f"note: the loss is the mean over the tokens of a step; that of {name} would be a mean of means of batches"
+        yield (
+            f"note: the loss is the mean over the tokens of a step; that of {name} would be a "
+            "mean of means of batches"
+        )
     limit = getattr(args, "max_length", None)
     for name in ("train_dataset", "eval_dataset"):
         data: Any = getattr(trainer, name, None)
         for each in data.values() if isinstance(data, dict) else [data]:
-            if "input_ids" not in (getattr(each, "column_names", None) or ()) or not hasattr(each, "data"):
+            if "input_ids" not in (getattr(each, "column_names", None) or ()) or not hasattr(
+                each, "data"
+            ):
                 continue
             lengths = _document_lengths(each, traits.pairs)
             if (longest := lengths.max(initial=0)) > most:
                 raise TrainerError(
-                    f"{name} has a document of {longest:,} tokens, but {args.world_size} ranks hold {most:,}: give more "
+                    f"{name} has a document of {longest:,} tokens, but {args.world_size} ranks "
+                    f"hold {most:,}: give more "
                     "tokens_per_rank, use more ranks, or shorten the documents"
                 )
             if cut := int((lengths == limit).sum()):
                 yield (
-                    f"note: {cut:,} of {len(lengths):,} documents of {name} have exactly max_length={limit:,} tokens: TRL cuts "
+                    f"note: {cut:,} of {len(lengths):,} documents of {name} have exactly "
+                    f"max_length={limit:,} tokens: TRL cuts "
                     "longer ones. max_length=None in its config keeps them whole"
                 )
 
 
 def _document_lengths(data: Any, pairs: bool) -> npt.NDArray[np.int64]:
-    """Returns the tokens of every document of a data set, from offsets alone, also of rows that TRL has packed.
+    """Returns the tokens of every document of a data set, from offsets alone, also of rows that TRL
+    has packed.
 
-    Of records of an encoder-decoder (`pairs`) these are the tokens of sources and of labels together.
+    Of records of an encoder-decoder (`pairs`) these are the tokens of sources and of labels
+    together.
     """
     packed, lengths = "seq_lengths" in data.column_names, [np.zeros(0, np.int64)]
     counted = ["seq_lengths"] if packed else ["input_ids", "labels"] if pairs else ["input_ids"]
     names = [name for name in counted if name in data.column_names]
     for table in data.select_columns(names).with_format("arrow").iter(10_000):
-        parts = [compute.list_flatten(column) if packed else compute.list_value_length(column) for column in table.columns]
+        parts = [
+            compute.list_flatten(column) if packed else compute.list_value_length(column)
+            for column in table.columns
+        ]
         lengths.append(sum(part.to_numpy() for part in parts))
     return np.concatenate(lengths)

@@ -1,9 +1,11 @@
-"""The auxiliary loss of a mixture's routers, as transformers defines it, over tokens that are on several ranks.
+"""The auxiliary loss of a mixture's routers, as transformers defines it, over tokens that are on
+several ranks.
 
-In whole steps it is over the tokens of the step on all ranks: each rank adds its tokens' probabilities times the shares of
-tokens that the experts get, which have no gradient. The shares of a step of several micro-batches are counted before, by a
-forward pass of them all. Trainers of sequences have it over the rows of a rank's call, as in plain training, from statistics of
-every token.
+In whole steps it is over the tokens of the step on all ranks: each rank adds its tokens'
+probabilities times the shares of tokens that the experts get, which have no gradient. The shares of
+a step of several micro-batches are counted before, by a forward pass of them all. Trainers of
+sequences have it over the rows of a rank's call, as in plain training, from statistics of every
+token.
 """
 
 import sys
@@ -24,9 +26,9 @@ NAME = "load_balancing_loss_func"
 class RouterLoss:
     """Replaces transformers' function in the forward of a model; for `replaced_method`.
 
-    `rows` are the tokens of the micro-batch on this rank, `step_tokens` those of the step on all ranks. `counts` are tokens of
-    each expert, and of all, in the step; None: in the micro-batch, which is the step. `found` are those of micro-batches while
-    they are counted.
+    `rows` are the tokens of the micro-batch on this rank, `step_tokens` those of the step on all
+    ranks. `counts` are tokens of each expert, and of all, in the step; None: in the micro-batch,
+    which is the step. `found` are those of micro-batches while they are counted.
     """
 
     counts: torch.Tensor | None = None
@@ -37,12 +39,19 @@ class RouterLoss:
         from transformers.models.mixtral import modeling_mixtral
 
         self.traits, self.rows, self.step_tokens = traits, 5, 5
-        self.modules = sys.modules[type(traits.model).__module__], modeling_mixtral  # TRL's head takes that of the second one
+        # TRL's head takes that of the second one.
+        self.modules = sys.modules[type(traits.model).__module__], modeling_mixtral
         self.group: dist.ProcessGroup | None = None
-        own, gates = getattr(self.modules[0], NAME, None), torch.linspace(-9, 9, 40).sin().view(2, 5, 4).unbind()
-        if own is None or not torch.allclose(own(gates, 4, 2) * self._divisor, self._loss(gates, 4, 2)):
+        own, gates = (
+            getattr(self.modules[0], NAME, None),
+            torch.linspace(-9, 9, 40).sin().view(2, 5, 4).unbind(),
+        )
+        if own is None or not torch.allclose(
+            own(gates, 4, 2) * self._divisor, self._loss(gates, 4, 2)
+        ):
             raise TrainerError(
-                f"{type(traits.model).__name__} does not compute the auxiliary loss of its routers by {NAME}, as most models "
+                f"{type(traits.model).__name__} does not compute the auxiliary loss of its routers "
+                f"by {NAME}, as most models "
                 "do: set output_router_logits to False in its config"
             )
         self.group = group
@@ -50,13 +59,16 @@ class RouterLoss:
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if named.get("ring_attention") is None:
             return own(model, *arguments, **named)
-        with replaced(self.modules[0], NAME, self._loss), replaced(self.modules[1], NAME, self._loss):
+        with (
+            replaced(self.modules[0], NAME, self._loss),
+            replaced(self.modules[1], NAME, self._loss),
+        ):
             return own(model, *arguments, **named | {"output_router_logits": OF_ALL_RANKS})
 
     @contextmanager
     def counted(self, runs: Sequence[Callable[[], Any]]) -> Iterator[None]:
-        """Counts the tokens of experts in a step before its losses are computed: `runs` run its micro-batches, without
-        gradients. Collective."""
+        """Counts the tokens of experts in a step before its losses are computed: `runs` run its
+        micro-batches, without gradients. Collective."""
         if len(runs) < 2:
             yield
             return
@@ -70,9 +82,13 @@ class RouterLoss:
         with replaced(self, "counts", counts):
             yield
 
-    def _loss(self, gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None) -> Any:
-        """Returns this rank's part of the loss of a step, times what the trainer divides the sum over ranks by."""
-        rows = statistics(gates, experts, top_k)[: self.rows]  # a rank without tokens has a row of padding
+    def _loss(
+        self, gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None
+    ) -> Any:
+        """Returns this rank's part of the loss of a step, times what the trainer divides the sum
+        over ranks by."""
+        # A rank without tokens has a row of padding.
+        rows = statistics(gates, experts, top_k)[: self.rows]
         probabilities, chosen = rows.sum(0).chunk(2)
         counts = torch.cat([chosen.detach(), chosen.new_full((1,), self.rows)])
         if self.found is not None:
@@ -82,18 +98,27 @@ class RouterLoss:
             counts = self.counts
         elif self.group is not None:
             dist.all_reduce(counts, group=self.group)
-        return (counts[:-1] / counts[-1] * probabilities).sum() * experts * self._divisor / self.step_tokens
+        return (
+            (counts[:-1] / counts[-1] * probabilities).sum()
+            * experts
+            * self._divisor
+            / self.step_tokens
+        )
 
     @property
     def _divisor(self) -> int:
         args, of_trl = self.traits.args, self.traits.of_trl
         ranks = 1 if args.average_tokens_across_devices and not of_trl else args.world_size
-        return int(ranks * (self.traits.trainer.current_gradient_accumulation_steps if of_trl else 1))
+        return int(
+            ranks * (self.traits.trainer.current_gradient_accumulation_steps if of_trl else 1)
+        )
 
 
-def statistics(gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None) -> torch.Tensor:
-    """Returns the experts' probabilities for every token, and 1 for each expert that it chooses, as means over layers, float32
-    [tokens, 2 * experts]."""
+def statistics(
+    gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None
+) -> torch.Tensor:
+    """Returns the experts' probabilities for every token, and 1 for each expert that it chooses, as
+    means over layers, float32 [tokens, 2 * experts]."""
     found = torch.zeros(len(gates[0]), 2 * experts, device=gates[0].device)
     for gate in gates:
         probabilities = gate.to(found.device).softmax(-1)
@@ -103,7 +128,8 @@ def statistics(gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attent
 
 
 def loss_of_rows(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the loss of a batch from the statistics of its tokens, [rows, tokens, 2 * experts], 0 where `mask` is."""
+    """Returns the loss of a batch from the statistics of its tokens, [rows, tokens, 2 * experts], 0
+    where `mask` is."""
     probabilities, chosen = (values.sum((0, 1)) / mask.sum()).chunk(2)
     return len(chosen) * (probabilities * chosen.detach()).sum()
 

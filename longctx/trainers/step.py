@@ -1,4 +1,5 @@
-"""A step of all ranks: their documents are counted together, planned, and sent to the ranks that hold them."""
+"""A step of all ranks: their documents are counted together, planned, and sent to the ranks that
+hold them."""
 
 import itertools
 from collections import deque
@@ -41,13 +42,12 @@ class Share:
     """This rank's share of a step.
 
     Attributes:
-        micro_batches: documents and parts of documents of this rank, for every micro-batch of the plan.
-        micro_batch_targets: number of targets of every micro-batch, over all ranks.
-        targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents without a target.
-        batches: number of batches that the rank with most batches has.
-        read: tokens of this rank's batches, or of their sources.
-        exchange: how rows travel; None without documents.
-        plan: the plan; None without documents.
+        micro_batches: documents and parts of documents of this rank, for every micro-batch of the
+        plan. micro_batch_targets: number of targets of every micro-batch, over all ranks. targets,
+        tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents
+        without a target. batches: number of batches that the rank with most batches has. read:
+        tokens of this rank's batches, or of their sources. exchange: how rows travel; None without
+        documents. plan: the plan; None without documents.
     """
 
     micro_batches: Sequence[MicroBatch] = ()
@@ -65,20 +65,16 @@ class Sharing:
     """Shares steps over ranks: what dynamic context parallelism adds to a trainer.
 
     Attributes:
-        profile, tokens_per_rank, mode, degree, parts: see `make_plan`.
-        kernel, device: of attention.
-        group: ranks that share steps, for rings and values; None for one process.
-        ids_group: the same ranks, for lengths and token ids, which travel between CPUs while models run.
-        across: another group of them, for messages of rings between nodes; None on one node.
-        plans: the last plans, for reports.
-        undo: what `restore` closes.
-        vision: the model of transformers, if it reads images.
-        tower: its encoder, whose work is planned, too.
-        seq2seq: the model of transformers, if it is an encoder-decoder.
-        predicts_masked: whether the model is an encoder, whose labels are the masked tokens themselves.
-        router_loss: that of a mixture, if its model is to have it.
-        chunked_loss: that of a model whose loss needs no logits.
-        noise: random numbers of its dropout and of NEFTune, if it has one of them.
+        profile, tokens_per_rank, mode, degree, parts: see `make_plan`. kernel, device: of
+        attention. group: ranks that share steps, for rings and values; None for one process.
+        ids_group: the same ranks, for lengths and token ids, which travel between CPUs while models
+        run. across: another group of them, for messages of rings between nodes; None on one node.
+        plans: the last plans, for reports. undo: what `restore` closes. vision: the model of
+        transformers, if it reads images. tower: its encoder, whose work is planned, too. seq2seq:
+        the model of transformers, if it is an encoder-decoder. predicts_masked: whether the model
+        is an encoder, whose labels are the masked tokens themselves. router_loss: that of a
+        mixture, if its model is to have it. chunked_loss: that of a model whose loss needs no
+        logits. noise: random numbers of its dropout and of NEFTune, if it has one of them.
     """
 
     profile: HardwareProfile
@@ -122,28 +118,43 @@ class Sharing:
         """Raises an error of one rank on all ranks, after what is being shared. Collective."""
         self._thread.submit(end_all, error, self.ids_group).result()
 
-    def share(self, batches: Sequence[Sequence[Document]], every: bool = False, failed: Exception | None = None) -> Share:
-        """Returns this rank's share of the documents that all ranks have in their batches. Collective.
+    def share(
+        self,
+        batches: Sequence[Sequence[Document]],
+        every: bool = False,
+        failed: Exception | None = None,
+    ) -> Share:
+        """Returns this rank's share of the documents that all ranks have in their batches.
+        Collective.
 
-        Documents without a target are left out, unless `every` document is needed, as for the loss of routers. `failed`: what
-        was raised in place of this rank's batches; all ranks raise an error then.
+        Documents without a target are left out, unless `every` document is needed, as for the loss
+        of routers. `failed`: what was raised in place of this rank's batches; all ranks raise an
+        error then.
         """
         known = self._gather(batches, failed)
         everything = list(itertools.chain.from_iterable(known))
         if not everything:
             return Share(batches=len(known))
         every = every or self.router_loss is not None
-        planned = [document for document in everything if every or document.targets] or everything[:1]
+        planned = [document for document in everything if every or document.targets] or everything[
+            :1
+        ]
         plan = self._plan(planned)
         mine = list(itertools.chain.from_iterable(batches))
         exchange, filled = self._micro_batches(plan, planned, mine)
         return Share(
             micro_batches=self._with_images(plan, planned, mine, filled),
-            micro_batch_targets=[sum(planned[placed.document].targets for placed in each) for each in plan.micro_batches],
+            micro_batch_targets=[
+                sum(planned[placed.document].targets for placed in each)
+                for each in plan.micro_batches
+            ],
             targets=sum(document.targets for document in planned),
             tokens=sum(document.length for document in everything),
             batches=len(known),
-            read=sum(len(document.tokens if document.source is None else document.source) for document in mine),
+            read=sum(
+                len(document.tokens if document.source is None else document.source)
+                for document in mine
+            ),
             exchange=exchange,
             plan=plan,
         )
@@ -151,26 +162,46 @@ class Sharing:
     def _micro_batches(
         self, plan: Plan, planned: Sequence[Known], mine: Sequence[Document]
     ) -> tuple[RowExchange, list[MicroBatch]]:
-        """Returns how rows travel, or those of targets, and this rank's micro-batches. Collective."""
+        """Returns how rows travel, or those of targets, and this rank's micro-batches.
+        Collective."""
         written = [np.stack([document.tokens, document.labels], 1) for document in mine]
         numbers = range(len(plan.micro_batches))
         if self.seq2seq is None:
-            layouts = [[plan.layout(number, rank) for number in numbers] for rank in range(self.ranks)]
+            layouts = [
+                [plan.layout(number, rank) for number in numbers] for rank in range(self.ranks)
+            ]
             return self._filled(layouts, planned, written)
-        cross = [[plan.cross_layout(number, rank) for number in numbers] for rank in range(self.ranks)]
-        exchange, targets = self._filled([[each.targets for each in of_rank] for of_rank in cross], planned, written)
-        read = [np.stack([document.source] * 2, 1) for document in mine if document.source is not None]
-        _, sources = self._filled([[each.sources for each in of_rank] for of_rank in cross], planned, read)
-        hidden = {number: document.hidden for number, document in enumerate(planned) if document.hidden}
+        cross = [
+            [plan.cross_layout(number, rank) for number in numbers] for rank in range(self.ranks)
+        ]
+        exchange, targets = self._filled(
+            [[each.targets for each in of_rank] for of_rank in cross], planned, written
+        )
+        read = [
+            np.stack([document.source] * 2, 1) for document in mine if document.source is not None
+        ]
+        _, sources = self._filled(
+            [[each.sources for each in of_rank] for of_rank in cross], planned, read
+        )
+        hidden = {
+            number: document.hidden for number, document in enumerate(planned) if document.hidden
+        }
         parts = zip(targets, sources, cross[self.rank], strict=True)
-        return exchange, [with_source(target, source, each, hidden=hidden) for target, source, each in parts]
+        return exchange, [
+            with_source(target, source, each, hidden=hidden) for target, source, each in parts
+        ]
 
     def _filled(
-        self, layouts: Sequence[Sequence[Layout]], planned: Sequence[Known], drawn: Sequence[npt.NDArray[Any]]
+        self,
+        layouts: Sequence[Sequence[Layout]],
+        planned: Sequence[Known],
+        drawn: Sequence[npt.NDArray[Any]],
     ) -> tuple[RowExchange, list[MicroBatch]]:
-        """Sends drawn rows to their holders. Returns the exchange, and this rank's micro-batches. Collective.
+        """Sends drawn rows to their holders. Returns the exchange, and this rank's micro-batches.
+        Collective.
 
-        `layouts` are those of every rank, `drawn` the tokens and labels [tokens, 2] of this rank's documents.
+        `layouts` are those of every rank, `drawn` the tokens and labels [tokens, 2] of this rank's
+        documents.
         """
         exchange = RowExchange.of(layouts, planned, self.rank, list(map(len, drawn)))
         rows = np.concatenate([np.empty((0, 2), np.int64), *drawn]).astype(np.int64)
@@ -183,26 +214,48 @@ class Sharing:
         return exchange, [fill(layout, read) for layout in layouts[self.rank]]
 
     def _with_images(
-        self, plan: Plan, planned: Sequence[Known], mine: Sequence[Document], micro_batches: list[MicroBatch]
+        self,
+        plan: Plan,
+        planned: Sequence[Known],
+        mine: Sequence[Document],
+        micro_batches: list[MicroBatch],
     ) -> list[MicroBatch]:
-        """Returns the micro-batches with their images, whose pixels travel to the ranks that encode them. Collective."""
-        places = {number: document.places for number, document in enumerate(planned) if document.places}
+        """Returns the micro-batches with their images, whose pixels travel to the ranks that encode
+        them. Collective."""
+        places = {
+            number: document.places for number, document in enumerate(planned) if document.places
+        }
         if not places:
             return micro_batches
-        own = {number: document.images for number, document in enumerate(mine) if document.images is not None}
+        own = {
+            number: document.images
+            for number, document in enumerate(mine)
+            if document.images is not None
+        }
         read = exchange_pixels(self.vision, plan, planned, own, self.rank, self.ids_group)
         shares = [share_images(plan, each.layout, places, read) for each in micro_batches]
         pairs = zip(micro_batches, shares, strict=True)
-        return [each if share is None else WithImages(**vars(each), images=share) for each, share in pairs]
+        return [
+            each if share is None else WithImages(**vars(each), images=share)
+            for each, share in pairs
+        ]
 
     def inputs(self, model: Any, batch: MicroBatch, call: int = 0) -> dict[str, Any]:
-        """Returns the arguments of a model's forward with labels, whose number trainers divide by themselves."""
+        """Returns the arguments of a model's forward with labels, whose number trainers divide by
+        themselves."""
         blocks = blocks_of(batch, self.vision)
         targets = None if self.predicts_masked else 1
-        options: dict[str, Any] = {"group": self.group, "kernel": self.kernel, "device": self.device, "blocks": blocks}
+        options: dict[str, Any] = {
+            "group": self.group,
+            "kernel": self.kernel,
+            "device": self.device,
+            "blocks": blocks,
+        }
         if self.profile.exchange_levels == 2:
             options |= {"ranks_per_node": self.profile.ranks_per_node, "across": self.across}
-        with without_router_loss(next(module for module in model.modules() if hasattr(module, "get_input_embeddings"))):
+        with without_router_loss(
+            next(module for module in model.modules() if hasattr(module, "get_input_embeddings"))
+        ):
             inputs = model_inputs(model, batch, targets, **options)
         if self.predicts_masked:
             inputs["labels"] = copy_to(batch.labels, self.device).unsqueeze(0)
@@ -220,13 +273,18 @@ class Sharing:
         return inputs
 
     def rows_of_batch(
-        self, share: Share, values: Sequence[torch.Tensor], mask: torch.Tensor, rows: torch.Tensor | None = None
+        self,
+        share: Share,
+        values: Sequence[torch.Tensor],
+        mask: torch.Tensor,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns values of the tokens of this rank's batch, [*mask.shape, ..]; 0 where no token is kept. Collective. The mask
-        is in host memory, or the host waits.
+        """Returns values of the tokens of this rank's batch, [*mask.shape, ..]; 0 where no token is
+        kept. Collective. The mask is in host memory, or the host waits.
 
-        `values` are those of the share's micro-batches, [tokens, ..] each, in which padding comes last. Differentiable. `rows`
-        are those of the batch's tokens in this rank's documents, one after the other; None: the same.
+        `values` are those of the share's micro-batches, [tokens, ..] each, in which padding comes
+        last. Differentiable. `rows` are those of the batch's tokens in this rank's documents, one
+        after the other; None: the same.
         """
         assert share.exchange is not None  # a batch has a document
         counts = [batch.layout.tokens for batch in share.micro_batches]
@@ -237,8 +295,11 @@ class Sharing:
         row, place = copy_to(places.T.contiguous(), own.device)
         return own.new_zeros(*mask.shape, *own.shape[1:]).index_put((row, place), own)
 
-    def _gather(self, batches: Sequence[Sequence[Document]], failed: Exception | None) -> list[list[Known]]:
-        """Returns the documents of all ranks, by batch, in the order in which one process would draw them."""
+    def _gather(
+        self, batches: Sequence[Sequence[Document]], failed: Exception | None
+    ) -> list[list[Known]]:
+        """Returns the documents of all ranks, by batch, in the order in which one process would
+        draw them."""
         sizes = [[_sizes(document) for document in batch] for batch in batches]
         told: list[Any] = [(sizes, text_of(failed))]
         if self.ids_group is not None:
@@ -248,14 +309,23 @@ class Sharing:
         numbers = [itertools.count() for _ in gathered]
         turns = itertools.zip_longest(*gathered, fillvalue=())
         return [
-            [Known(rank, next(numbers[rank]), *size) for rank, batch in enumerate(turn) for size in batch] for turn in turns
+            [
+                Known(rank, next(numbers[rank]), *size)
+                for rank, batch in enumerate(turn)
+                for size in batch
+            ]
+            for turn in turns
         ]
 
     def _plan(self, documents: Sequence[Known]) -> Plan:
         try:
             plan = make_plan(
                 [document.length for document in documents],
-                trees={number: document.tree for number, document in enumerate(documents) if document.tree is not None},
+                trees={
+                    number: document.tree
+                    for number, document in enumerate(documents)
+                    if document.tree is not None
+                },
                 sources=[] if self.seq2seq is None else [document.source for document in documents],
                 parts=self.parts,
                 ranks=self.ranks,
@@ -263,11 +333,17 @@ class Sharing:
                 profile=self.profile,
                 mode=self.mode,
                 degree=self.degree,
-                images={n: [place[1:3] for place in known.places] for n, known in enumerate(documents) if known.places},
+                images={
+                    n: [place[1:3] for place in known.places]
+                    for n, known in enumerate(documents)
+                    if known.places
+                },
                 tower=self.tower,
             )
         except PlanError as error:
-            refused = TrainerError(f"{error}; or shorten the documents, as SFTConfig's max_length does")
+            refused = TrainerError(
+                f"{error}; or shorten the documents, as SFTConfig's max_length does"
+            )
             raise (refused if self.group is None else said_by(0, refused)) from error
         self.plans.append(plan)
         return plan
@@ -275,6 +351,15 @@ class Sharing:
 
 def _sizes(document: Document) -> tuple[Any, ...]:
     """Returns what other ranks know of a document."""
-    of_images = ((), None) if document.images is None else (document.images.places, document.images.kind)
+    of_images = (
+        ((), None) if document.images is None else (document.images.places, document.images.kind)
+    )
     source = 0 if document.source is None else len(document.source)
-    return source + len(document.tokens), document.targets, document.tree, *of_images, source, document.hidden
+    return (
+        source + len(document.tokens),
+        document.targets,
+        document.tree,
+        *of_images,
+        source,
+        document.hidden,
+    )

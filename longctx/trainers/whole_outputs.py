@@ -1,7 +1,9 @@
-"""Trainers whose loss is not a sum over tokens: reward models, classification, `compute_loss_func` and losses of subclasses.
+"""Trainers whose loss is not a sum over tokens: reward models, classification, `compute_loss_func`
+and losses of subclasses.
 
-While such a trainer runs a step, the base model inside its model is planned: hidden states of all tokens come back to the rank
-of their row, and the head, the pooling and the loss run there on whole rows, as in plain training on as many ranks.
+While such a trainer runs a step, the base model inside its model is planned: hidden states of all
+tokens come back to the rank of their row, and the head, the pooling and the loss run there on whole
+rows, as in plain training on as many ranks.
 """
 
 import inspect
@@ -27,7 +29,8 @@ from longctx.trainers.whole_steps import own_rows_of_last_batch
 PROBED = 8
 """Tokens that a head is tried on."""
 OF_CHOICES = "ForMultipleChoice"
-"""End of the names of models that take [rows, choices, tokens], of which they give their base model every choice as a row."""
+"""End of the names of models that take [rows, choices, tokens], of which they give their base model
+every choice as a row."""
 FIELDS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 UNUSED = {*HARMLESS, "margin"} - {"output_hidden_states"}
 """Arguments that change no hidden state; `margin` is that of TRL's reward models."""
@@ -38,12 +41,17 @@ class WholeOutputs:
 
     outputs: "PlannedBase"
 
-    def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Leaves out the rows that repeat others in the last batches of an epoch. A rank that has no others keeps one, which
-        counts nothing, as the model runs on all ranks. Collective."""
+    def get_batch_samples(
+        self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[list[Any], Any]:
+        """Leaves out the rows that repeat others in the last batches of an epoch. A rank that has
+        no others keeps one, which counts nothing, as the model runs on all ranks. Collective."""
         own: Any = super()
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        last, loader = self.accelerator.gradient_state.end_of_dataloader, self.accelerator.gradient_state.active_dataloader
+        last, loader = (
+            self.accelerator.gradient_state.end_of_dataloader,
+            self.accelerator.gradient_state.active_dataloader,
+        )
         self.outputs.weights = {}
         counts = [_count_rows(batch) for batch in batches]
         if not last or loader is None or not batches:
@@ -77,13 +85,22 @@ class WholeOutputs:
         """Counts no tokens of rows that repeat others."""
         own: Any = super()
         again = self.outputs.weights.get(id(inputs)) == 0
-        own._track_num_input_tokens(_first_rows(inputs, _count_rows(inputs), 0) if again else inputs)
+        own._track_num_input_tokens(
+            _first_rows(inputs, _count_rows(inputs), 0) if again else inputs
+        )
 
-    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        """Weighs the mean that a head of transformers takes over the labels of a batch, for the mean over those of a step.
+    def compute_loss(
+        self: Any,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Weighs the mean that a head of transformers takes over the labels of a batch, for the
+        mean over those of a step.
 
-        Plain training would multiply it by the number of ranks, as if the head divided a sum by `num_items_in_batch`. Without
-        labels, as for answers, it is weighed by rows.
+        Plain training would multiply it by the number of ranks, as if the head divided a sum by
+        `num_items_in_batch`. Without labels, as for answers, it is weighed by rows.
         """
         own: Any = super()
         labels, weight = inputs.get("labels"), self.outputs.weight
@@ -97,9 +114,14 @@ class WholeOutputs:
         else:
             with replaced(self, "model_accepts_loss_kwargs", False):
                 found = own.compute_loss(*arguments)
-            factor = (labels != IGNORED_LABEL).sum() * self.args.world_size / num_items_in_batch if weight else 0.0
+            factor = (
+                (labels != IGNORED_LABEL).sum() * self.args.world_size / num_items_in_batch
+                if weight
+                else 0.0
+            )
         mean = found[0] if return_outputs else found
-        counts_nothing = torch.as_tensor(factor == 0, device=mean.device)  # the mean of no labels is NaN
+        # The mean of no labels is NaN.
+        counts_nothing = torch.as_tensor(factor == 0, device=mean.device)
         loss = torch.where(counts_nothing, torch.zeros_like(mean), mean * factor)
         return (loss, found[1]) if return_outputs else loss
 
@@ -109,29 +131,49 @@ class WholeOutputs:
         with self.outputs.used(), replaced(self.outputs, "weight", weight):
             return own.training_step(model, inputs, *arguments, **named)
 
-    def prediction_step(self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *arguments: Any, **named: Any) -> Any:
-        """Gives the loss of a head, or by `compute_loss_func`, over the rows of all ranks that do not repeat others."""
+    def prediction_step(
+        self: Any,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        """Gives the loss of a head, or by `compute_loss_func`, over the rows of all ranks that do
+        not repeat others."""
         own: Any = super()
         with self.outputs.used():
             if not self.outputs.of_head or self.dynamic.group is None:
                 return own.prediction_step(model, inputs, prediction_loss_only, *arguments, **named)
             state, rows = self.accelerator.gradient_state, _count_rows(inputs)
-            kept = self._own_rows(rows) if state.end_of_dataloader and state.active_dataloader is not None else rows
+            kept = (
+                self._own_rows(rows)
+                if state.end_of_dataloader and state.active_dataloader is not None
+                else rows
+            )
             every = torch.tensor(kept)
             dist.all_reduce(every, group=self.dynamic.ids_group)
             weight = kept * self.dynamic.ranks / max(1, int(every))
             fewer = _first_rows(inputs, rows, max(kept, 1))
             with replaced(self.outputs, "weight", weight):
-                loss, logits, labels = own.prediction_step(model, fewer, prediction_loss_only, *arguments, **named)
-            if state.end_of_dataloader and not prediction_loss_only:  # those of all rows, of which the trainer leaves some out
-                _, logits, labels = own.prediction_step(model, inputs, prediction_loss_only, *arguments, **named)
+                loss, logits, labels = own.prediction_step(
+                    model, fewer, prediction_loss_only, *arguments, **named
+                )
+            # Those of all rows, of which the trainer leaves some out.
+            if state.end_of_dataloader and not prediction_loss_only:
+                _, logits, labels = own.prediction_step(
+                    model, inputs, prediction_loss_only, *arguments, **named
+                )
             return None if loss is None else mean_over_ranks(loss, self.dynamic), logits, labels
 
     def _own_rows(self: Any, rows: int) -> int:
-        """Returns how many rows of the last batch do not repeat others. Raises TrainerError on all ranks. Collective."""
+        """Returns how many rows of the last batch do not repeat others. Raises TrainerError on all
+        ranks. Collective."""
 
         def counted() -> int:
-            kept = _own_rows(self.accelerator.gradient_state.active_dataloader, self.dynamic.rank, rows)
+            kept = _own_rows(
+                self.accelerator.gradient_state.active_dataloader, self.dynamic.rank, rows
+            )
             if kept < rows and not self.outputs.of_head:
                 raise TrainerError(UNEVEN.format("an epoch", type(self.args).__name__))
             return kept
@@ -149,18 +191,23 @@ def _without_labels(batch: Any) -> Any:
 
 
 def _count_rows(batch: Any) -> int:
-    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
+    return next(
+        (len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()),
+        0,
+    )
 
 
 def _own_rows(loader: Any, rank: int, rows: int) -> int:
-    """Returns how many of the `rows` of the last batch do not repeat others. Raises TrainerError if examples were joined."""
+    """Returns how many of the `rows` of the last batch do not repeat others. Raises TrainerError if
+    examples were joined."""
     sampler = loader.batch_sampler
     size = getattr(sampler, "batch_size", None) or rows
     size //= getattr(sampler, "num_processes", 1) if getattr(sampler, "split_batches", False) else 1
     kept = own_rows_of_last_batch(loader, rank, size)
     if kept < size and rows != size:
         raise TrainerError(
-            f"the last batch of an epoch has {rows} rows of {size} examples, of which {size - kept} repeat others, and cannot "
+            f"the last batch of an epoch has {rows} rows of {size} examples, of which "
+            f"{size - kept} repeat others, and cannot "
             "be told: set dataloader_drop_last=True, or return a row for every example"
         )
     return min(kept, rows)
@@ -183,10 +230,11 @@ def _first_rows(batch: Any, rows: int, count: int) -> dict[str, Any]:
 class PlannedBase(PlannedCall):
     """Plans the calls of a base model while it is `used`; for `replaced_method`.
 
-    `means`: the loss is that of a head, a mean over the labels of a batch. `of_head`: it is that, or one by
-    `compute_loss_func`, so that rows can be left out. `weights`: of batches, by `id`, in a step whose rows are not even;
-    `weight`: that of the batch that runs. `padding`: the token that a head of a causal model
-    looks for, to find the last token of a row. `mask`: that of the last call.
+    `means`: the loss is that of a head, a mean over the labels of a batch. `of_head`: it is that,
+    or one by `compute_loss_func`, so that rows can be left out. `weights`: of batches, by `id`, in
+    a step whose rows are not even; `weight`: that of the batch that runs. `padding`: the token that
+    a head of a causal model looks for, to find the last token of a row. `mask`: that of the last
+    call.
     """
 
     means: bool = False
@@ -205,22 +253,34 @@ class PlannedBase(PlannedCall):
             return own(base, *arguments, **named)
         given = _by_name(own, base, arguments, named)
         ids = given.get("input_ids")
-        set_ones = {name for name, value in given.items() if value is not None and value is not False}
+        set_ones = {
+            name for name, value in given.items() if value is not None and value is not False
+        }
         if ids is None or (lost := sorted(set_ones - {*FIELDS, *UNUSED})):
             what = "no input_ids" if ids is None else ", ".join(lost)
             raise TrainerError(
-                f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only {', '.join(FIELDS)}"
+                f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only "
+                f"{', '.join(FIELDS)}"
             )
         if not isinstance(ids, torch.Tensor):
-            raise TrainerError(f"input_ids is a {type(ids).__name__}: return a tensor of [rows, tokens]")
-        self.mask = mask = torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
+            raise TrainerError(
+                f"input_ids is a {type(ids).__name__}: return a tensor of [rows, tokens]"
+            )
+        self.mask = mask = (
+            torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
+        )
 
         def read() -> list[Document]:
-            fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
-            rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
+            fields = {name: given.get(name) for name in FIELDS} | {
+                "labels": torch.full_like(ids, IGNORED_LABEL)
+            }
+            rows = rows_of(
+                fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None
+            )
             if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
                 raise TrainerError(
-                    f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds "
+                    "rows are padded with other tokens than the config's pad_token_id "
+                    f"{self.padding}, by which the head finds "
                     "the last token of a row: set pad_token_id to what the collator pads with"
                 )
             return [document for row in rows for document in row]
@@ -230,7 +290,12 @@ class PlannedBase(PlannedCall):
         def run(batch: MicroBatch, call: int) -> torch.Tensor:
             inputs = self.sharing.inputs(base, batch, call)
             with without_pooler(base):
-                output = own(base, **{name: value for name, value in inputs.items() if not name.endswith("labels")})
+                output = own(
+                    base,
+                    **{
+                        name: value for name, value in inputs.items() if not name.endswith("labels")
+                    },
+                )
             kinds.append(type(output))
             hidden: torch.Tensor = output.last_hidden_state[0]
             return hidden
@@ -239,7 +304,8 @@ class PlannedBase(PlannedCall):
         return output_of(base, kinds[0], hidden)
 
     def without_padding(self, own: Callable[..., Any], head: Any, hidden: torch.Tensor) -> Any:
-        """Returns scores of answers as of rows one by one: the lowest on padding; for `replaced_method`."""
+        """Returns scores of answers as of rows one by one: the lowest on padding; for
+        `replaced_method`."""
         scores = own(head, hidden)
         if not self.active or self.mask is None:
             return scores
@@ -253,9 +319,12 @@ def _by_name(own: Any, base: Any, arguments: Any, named: Any) -> dict[str, Any]:
 
 
 def output_of(base: Any, kind: Any, hidden: torch.Tensor) -> Any:
-    """Returns the output of a base model with these hidden states, pooled by its own pooler if it has one."""
+    """Returns the output of a base model with these hidden states, pooled by its own pooler if it
+    has one."""
     pooler = getattr(base, "pooler", None)
-    return kind(last_hidden_state=hidden, **({} if pooler is None else {"pooler_output": pooler(hidden)}))
+    return kind(
+        last_hidden_state=hidden, **({} if pooler is None else {"pooler_output": pooler(hidden)})
+    )
 
 
 def without_pooler(base: Any) -> AbstractContextManager[None]:
@@ -264,7 +333,8 @@ def without_pooler(base: Any) -> AbstractContextManager[None]:
 
 
 def check_head(model: Any) -> None:
-    """Raises TrainerError unless a model's outputs depend on nothing but the last hidden states of its base model."""
+    """Raises TrainerError unless a model's outputs depend on nothing but the last hidden states of
+    its base model."""
     base, name = model.base_model, type(model).__name__
     ids = torch.arange(PROBED, device=next(model.parameters()).device)[None]
     if name.endswith(OF_CHOICES):
@@ -279,10 +349,23 @@ def check_head(model: Any) -> None:
             plain = model(input_ids=ids, attention_mask=torch.ones_like(ids))
             with replaced_method(base, "forward", reduced):
                 ours = model(input_ids=ids, attention_mask=torch.ones_like(ids))
-        pairs = [(ours.get(key), value) for key, value in plain.items() if isinstance(value, torch.Tensor)]
-        same = all(one is not None and torch.allclose(one, other, equal_nan=True) for one, other in pairs)
-    except Exception as error:  # models may raise anything for outputs that they were not written for
+        pairs = [
+            (ours.get(key), value)
+            for key, value in plain.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        same = all(
+            one is not None and torch.allclose(one, other, equal_nan=True) for one, other in pairs
+        )
+    except (
+        Exception
+    ) as error:  # models may raise anything for outputs that they were not written for
         what = f"{type(error).__name__}: {str(error)[:120]}"
-        raise TrainerError(f"the head of {name} does not run on hidden states alone ({what}): it is not supported") from error
+        raise TrainerError(
+            f"the head of {name} does not run on hidden states alone ({what}): it is not supported"
+        ) from error
     if not same:
-        raise TrainerError(f"the head of {name} needs more than the last hidden states of its base model: it is not supported")
+        raise TrainerError(
+            f"the head of {name} needs more than the last hidden states of its base model: it is "
+            "not supported"
+        )

@@ -1,4 +1,5 @@
-"""Agreement: before the first step and now and then after it, all ranks check that they train one model on the same data.
+"""Agreement: before the first step and now and then after it, all ranks check that they train one
+model on the same data.
 
 Ranks that differ usually keep training without an error, and produce a wrong model.
 """
@@ -31,7 +32,9 @@ class RanksDiffer(UserError):
     """Raised on all ranks if settings, data, checkpoint or versions differ between ranks."""
 
 
-def identity(config: Config, fingerprints: Iterable[str], saved: Checkpoint | None) -> dict[str, str]:
+def identity(
+    config: Config, fingerprints: Iterable[str], saved: Checkpoint | None
+) -> dict[str, str]:
     """Returns what must be the same on all ranks, by name; the run folder may differ.
 
     `fingerprints` are those of the stores for training, `saved` is the checkpoint to continue from.
@@ -53,7 +56,8 @@ def identity(config: Config, fingerprints: Iterable[str], saved: Checkpoint | No
 
 
 def require_same(mine: Mapping[str, str], control: dist.ProcessGroup) -> None:
-    """Raises RanksDiffer on every rank of `control`, a gloo group, unless all have the same values. Collective."""
+    """Raises RanksDiffer on every rank of `control`, a gloo group, unless all have the same values.
+    Collective."""
     every = gather_objects(dict(mine), control)
     different: list[str] = []
     for name in dict.fromkeys(name for values in every for name in values):
@@ -61,21 +65,32 @@ def require_same(mine: Mapping[str, str], control: dist.ProcessGroup) -> None:
         for rank, values in enumerate(every):
             ranks.setdefault(values.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
-            different.append(f"  {name}: " + "; ".join(f"{value} on {format_ranks(held)}" for value, held in ranks.items()))
+            different.append(
+                f"  {name}: "
+                + "; ".join(f"{value} on {format_ranks(held)}" for value, held in ranks.items())
+            )
     if different:
         more = [f"  and {len(different) - MOST} more"] * (len(different) > MOST)
         raise RanksDiffer(
-            "\n".join(["ranks differ, and would train something else than one of them alone:", *different[:MOST], *more])
+            "\n".join(
+                [
+                    "ranks differ, and would train something else than one of them alone:",
+                    *different[:MOST],
+                    *more,
+                ]
+            )
             + "\nStart all ranks with the same settings, data and versions"
         )
 
 
 @torch.no_grad()
 def require_same_copies(model: Model, step: int, control: dist.ProcessGroup) -> None:
-    """Raises RuntimeError on every rank, naming a weight, unless all copies of every weight have the same checksum.
+    """Raises RuntimeError on every rank, naming a weight, unless all copies of every weight have
+    the same checksum.
 
-    Collective. There are copies of norms with tensor parallelism, and of all weights if several groups of ranks each hold the
-    model (`parallel.shard_ranks`). `control` is a gloo group of all ranks.
+    Collective. There are copies of norms with tensor parallelism, and of all weights if several
+    groups of ranks each hold the model (`parallel.shard_ranks`). `control` is a gloo group of all
+    ranks.
     """
     copies: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
     for name, weight in model.named_parameters():
@@ -83,7 +98,9 @@ def require_same_copies(model: Model, step: int, control: dist.ProcessGroup) -> 
             continue
         for axis, placement in enumerate(weight.placements):
             if placement.is_replicate() and weight.device_mesh.size(axis) > 1:
-                copies.setdefault(weight.device_mesh.get_group(axis), {})[name] = _checksum(weight.to_local())
+                copies.setdefault(weight.device_mesh.get_group(axis), {})[name] = _checksum(
+                    weight.to_local()
+                )
     differences: dict[str, list[int]] = {}  # weight -> ranks whose copies differ
     for group, checksums in copies.items():
         local = torch.stack([*checksums.values()])
@@ -93,23 +110,30 @@ def require_same_copies(model: Model, step: int, control: dist.ProcessGroup) -> 
         dist.all_gather(every, local, group=group)
         different = (torch.stack(every) != local).any(0).tolist()
         ranks = dist.get_process_group_ranks(group)
-        differences |= {name: ranks for name, differs in zip(checksums, different, strict=True) if differs}
+        differences |= {
+            name: ranks for name, differs in zip(checksums, different, strict=True) if differs
+        }
     gathered = gather_objects(differences, control)  # so that all ranks raise together
     wrong = next((each for each in gathered if each), None)
     if wrong is not None:
         name, ranks = next(iter(wrong.items()))
         raise RuntimeError(
-            f"after step {step} the copies of {len(wrong)} weights, such as {name}, differ between {format_ranks(ranks)}: "
-            "memory or a message was damaged, or ranks run different code; go on from the newest checkpoint, before "
+            f"after step {step} the copies of {len(wrong)} weights, such as {name}, differ between "
+            f"{format_ranks(ranks)}: "
+            "memory or a message was damaged, or ranks run different code; go on from the newest "
+            "checkpoint, before "
             "which copies were the same"
         )
 
 
 def _checksum(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a sum of the bits that knows their places, int64; in parts, as it needs several times their memory."""
+    """Returns a sum of the bits that knows their places, int64; in parts, as it needs several times
+    their memory."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=weight.device)
-    for number, part in enumerate(weight.contiguous().view(integer).flatten().split(1 << 20), start=1):
+    for number, part in enumerate(
+        weight.contiguous().view(integer).flatten().split(1 << 20), start=1
+    ):
         order = torch.arange(1, len(part) + 1, device=part.device)
         total += number * (part.to(torch.int64) * order).sum()
     return total

@@ -1,4 +1,5 @@
-"""Assembly: builds the trainer of a run on a rank, with the weights and the place in the data of its checkpoint."""
+"""Assembly: builds the trainer of a run on a rank, with the weights and the place in the data of
+its checkpoint."""
 
 import sys
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ from longctx.training.validation import Validator, validation_documents
 
 
 def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
-    """Builds the trainer of a run, and loads its checkpoint if it has one. Rank 0 writes config, model files and log.
+    """Builds the trainer of a run, and loads its checkpoint if it has one. Rank 0 writes config,
+    model files and log.
 
     The run stops after the current step if `stop` has received its signal on any rank. Collective.
     """
@@ -41,19 +43,28 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         (loader.load_state_dict if run.resumes else loader.continue_from)(saved.state["data"])
         checkpoint.load(saved, trainer.model, trainer.optimizer, mesh.control)
         trainer.steps_done = saved.step
-    if run.returns and saved is not None and mesh.world_rank == 0:  # nothing refuses the run any more
+    # Nothing refuses the run any more.
+    if run.returns and saved is not None and mesh.world_rank == 0:
         for sentence in set_aside(config.train.run_dir, saved):
             print(f"longctx train: {sentence}", file=sys.stderr)
-    kept = restore_best(resumed) if resumed is not None and config.checkpoint.best and mesh.world_rank == 0 else None
+    kept = (
+        restore_best(resumed)
+        if resumed is not None and config.checkpoint.best and mesh.world_rank == 0
+        else None
+    )
     trainer.best = mesh.gather_objects(kept)[0]
     if mesh.world_rank == 0:
         trainer.log = begin_folder(run, mesh)
     if run.traced is not None:
-        trainer.tracer = Tracer(run.traced, config.train.run_dir / "traces", mesh.world_rank, trainer.model)
+        trainer.tracer = Tracer(
+            run.traced, config.train.run_dir / "traces", mesh.world_rank, trainer.model
+        )
     return trainer
 
 
-def check_weights(saved: Checkpoint, model: Model, base: Mapping[str, str] | None, *, resumes: bool) -> None:
+def check_weights(
+    saved: Checkpoint, model: Model, base: Mapping[str, str] | None, *, resumes: bool
+) -> None:
     """Raises CheckpointError if a checkpoint is of another model; reads no weights.
 
     The model of a run that this run continues, rather than `resumes`, may have another RoPE.
@@ -62,12 +73,22 @@ def check_weights(saved: Checkpoint, model: Model, base: Mapping[str, str] | Non
     if not resumes:
         different = differences_but_rope(different)
     if different:
-        raise CheckpointError(f"{saved.folder} contains another model: {'; '.join(different)}. Use the model of that run")
-    began = saved.state.get("base")  # a folder that is gone may be replaced by an export
-    if began and base and began["fingerprint"] != base["fingerprint"] and Path(began["folder"]).is_dir():
         raise CheckpointError(
-            f"{saved.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "
-            f"{base['folder']}: give that checkpoint, or choose another run folder (finetune: --out)"
+            f"{saved.folder} contains another model: {'; '.join(different)}. Use the model of that "
+            "run"
+        )
+    began = saved.state.get("base")  # a folder that is gone may be replaced by an export
+    if (
+        began
+        and base
+        and began["fingerprint"] != base["fingerprint"]
+        and Path(began["folder"]).is_dir()
+    ):
+        raise CheckpointError(
+            f"{saved.folder} belongs to a run that began from {began['folder']}, whose weights "
+            "differ from those of "
+            f"{base['folder']}: give that checkpoint, or choose another run folder (finetune: "
+            "--out)"
         )
 
 
@@ -76,6 +97,8 @@ def begin_folder(run: Run, mesh: Mesh) -> MetricsLog:
     config, folder = run.config, run.config.train.run_dir
     keep_model_files(folder, run.source, run.data.store)
     computed = computed_by(config, run.source.spec, mesh.device.type)
-    header = settings_header(mesh.world_size, computed) + (f"# {run.changes}\n" if run.changes else "")
+    header = settings_header(mesh.world_size, computed) + (
+        f"# {run.changes}\n" if run.changes else ""
+    )
     (folder / "config.yaml").write_text(header + config.to_yaml(), "utf-8")
     return MetricsLog(config, after_step=0 if run.checkpoint is None else run.checkpoint.step)

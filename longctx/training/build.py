@@ -36,10 +36,16 @@ from longctx.training.clock import StepClock
 
 
 def join_run(
-    config: Config, launch: Launch, device: torch.device, check: Callable[[dist.ProcessGroup], None] | None = None
+    config: Config,
+    launch: Launch,
+    device: torch.device,
+    check: Callable[[dist.ProcessGroup], None] | None = None,
 ) -> Mesh:
-    """Joins the processes of a run in the mesh that `config.parallel` describes, after a `check` by all ranks."""
-    return join(launch, device, **sizes_of_groups(config), timeout_s=config.train.timeout_s, check=check)
+    """Joins the processes of a run in the mesh that `config.parallel` describes, after a `check` by
+    all ranks."""
+    return join(
+        launch, device, **sizes_of_groups(config), timeout_s=config.train.timeout_s, check=check
+    )
 
 
 def sizes_of_groups(config: Config) -> dict[str, Any]:
@@ -54,10 +60,14 @@ def sizes_of_groups(config: Config) -> dict[str, Any]:
     }
 
 
-def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model, PipelineRun | None]:
-    """Builds the model of a run with its initial weights, split and sharded over the mesh as configured.
+def build_model(
+    source: ModelSource, config: Config, mesh: Mesh
+) -> tuple[Model, PipelineRun | None]:
+    """Builds the model of a run with its initial weights, split and sharded over the mesh as
+    configured.
 
-    Returns (the model, None), or in a pipeline (the part of this rank, the PipelineRun that runs it).
+    Returns (the model, None), or in a pipeline (the part of this rank, the PipelineRun that runs
+    it).
     """
     pipeline, position = config.pipeline, mesh.pipeline_rank
     splits = split_layers(source.spec, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
@@ -68,14 +78,16 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     if train.float8 is not None:
         if not isinstance(model, Decoder):
             raise UserError(
-                f"train.float8 is {train.float8}, but transformers' own code runs this model, for which float8 is not tested: "
+                f"train.float8 is {train.float8}, but transformers' own code runs this model, for "
+                "which float8 is not tested: "
                 "omit it, or set model.implementation to native where the family has it"
             )
         convert_to_float8(model, train.float8, mesh.device, FLOAT8_ROWS)
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
-        assert isinstance(model, StagedModel)  # `model_source` returns such models for tensor parallelism
+        # `model_source` returns such models for tensor parallelism.
+        assert isinstance(model, StagedModel)
         parallelize(model, mesh.tensor)
     if mesh.experts is not None:
         split_experts(model, mesh.experts)
@@ -93,7 +105,13 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         torch.set_num_threads(threads)  # else the optimizer would use one core
     shard(model, mesh, dtype, config.parallel.reshard_after, stages, in_host_memory)
     with returned_when_freed():
-        initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
+        initialize_sharded(
+            model,
+            train.seed,
+            mesh.device,
+            stages,
+            keep_on=torch.device("cpu") if in_host_memory else None,
+        )
         model.finish(mesh.device, dtype)
         reshard(model)  # `finish` may have run the model; the optimizer needs the shards
     if stages is None:
@@ -108,7 +126,11 @@ def limit_rows(model: Model, config: Config) -> None:
     for layer in sparse_layers(model):
         tokens = train.mlp_tile_tokens
         if layer.send is not None:
-            even = math.ceil(parallel.expert_max_load * config.batch.tokens_per_rank / parallel.tensor_parallel_size)
+            even = math.ceil(
+                parallel.expert_max_load
+                * config.batch.tokens_per_rank
+                / parallel.tensor_parallel_size
+            )
             tokens = min(even, tokens or even)
         layer.most_rows = None if tokens is None else tokens * layer.gate.shape.num_experts_per_tok
 
@@ -116,7 +138,8 @@ def limit_rows(model: Model, config: Config) -> None:
 def kernel_requests(
     spec: ModelSpec, device: str, dtype: torch.dtype, deterministic: bool = False
 ) -> dict[LayerSpec, KernelRequest]:
-    """Returns what the attention kernel has to support on a device of type `device`, for each kind of layer with attention."""
+    """Returns what the attention kernel has to support on a device of type `device`, for each kind
+    of layer with attention."""
     requests = {}
     for layer in dict.fromkeys(spec.layers):
         dims = layer.latent.key_dim or layer.head_dim, layer.latent.value_dim or layer.head_dim
@@ -126,24 +149,34 @@ def kernel_requests(
     return requests
 
 
-def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, KernelRequest]:
+def attention_requests(
+    config: Config, spec: ModelSpec, device: str
+) -> dict[LayerSpec, KernelRequest]:
     return kernel_requests(spec, device, getattr(torch, config.dtype), config.context.deterministic)
 
 
-def prepare_kernels(kernel: str, requests: Mapping[LayerSpec, KernelRequest], tensor: int = 1) -> str:
-    """Returns the names of the kernels of a model's layers. On GPUs it compiles all their variants, so that no rank compiles
-    one in a step, while others wait for its messages. `tensor` ranks share the heads. Raises KernelError.
+def prepare_kernels(
+    kernel: str, requests: Mapping[LayerSpec, KernelRequest], tensor: int = 1
+) -> str:
+    """Returns the names of the kernels of a model's layers. On GPUs it compiles all their variants,
+    so that no rank compiles one in a step, while others wait for its messages. `tensor` ranks share
+    the heads. Raises KernelError.
     """
     for layer, request in requests.items():
         choose_kernel(kernel, request)
         if request.device == "cuda":
             heads = layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor
             compile_variants(kernel, request, heads, window=layer.window is not None)
-    return " and ".join(dict.fromkeys(kernel_name(kernel, request) for request in requests.values()))
+    return " and ".join(
+        dict.fromkeys(kernel_name(kernel, request) for request in requests.values())
+    )
 
 
-def prepare_run_kernels(config: Config, spec: ModelSpec, launch: Launch, device: torch.device) -> None:
-    """Prepares a run's kernels before its processes join. On a GPU local rank 0 says why the fastest one was not chosen."""
+def prepare_run_kernels(
+    config: Config, spec: ModelSpec, launch: Launch, device: torch.device
+) -> None:
+    """Prepares a run's kernels before its processes join. On a GPU local rank 0 says why the
+    fastest one was not chosen."""
     log = logging.getLogger("longctx.attention.kernels")
     if launch.local_rank > 0:
         log.setLevel(logging.ERROR)
@@ -155,7 +188,8 @@ def prepare_run_kernels(config: Config, spec: ModelSpec, launch: Launch, device:
 
 
 def computed_by(config: Config, spec: ModelSpec, device: str) -> str:
-    """Returns in words what computes on a device of type `device`: device, dtype, compiled blocks and attention kernels."""
+    """Returns in words what computes on a device of type `device`: device, dtype, compiled blocks
+    and attention kernels."""
     requests = attention_requests(config, spec, device).values()
     kernels = dict.fromkeys(kernel_name(config.context.kernel, request) for request in requests)
     float8 = "" if config.train.float8 is None else f", float8 {config.train.float8}"
@@ -171,11 +205,16 @@ def make_attention(
     layout: Layout | CrossLayout,
     clock: StepClock | None = None,
 ) -> MakeAttention:
-    """Makes the attention of this rank in one micro-batch of a plan, as configured in `config.context`; timed by `clock`."""
-    timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
+    """Makes the attention of this rank in one micro-batch of a plan, as configured in
+    `config.context`; timed by `clock`."""
+    timed: dict[str, Any] = (
+        {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
+    )
     context = config.context
 
-    def make(scale: float | None, softcap: float, window: int | None) -> RingAttention | HybridAttention:
+    def make(
+        scale: float | None, softcap: float, window: int | None
+    ) -> RingAttention | HybridAttention:
         return packed_attention(
             layout,
             context.ulysses_degree,

@@ -1,4 +1,5 @@
-"""Checks of a run across settings, stores, model, device and checkpoint, before its processes join."""
+"""Checks of a run across settings, stores, model, device and checkpoint, before its processes
+join."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,10 +33,13 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
     ranks, entries = config.parallel.tensor_parallel_size, spec.vocab_size
     if leaves_rank_empty(entries, ranks):
         share = -(-entries // ranks)
-        divisors = (n for n in range(ranks, 0, -1) if spec.largest_layer.num_key_value_heads % n == 0)
+        divisors = (
+            n for n in range(ranks, 0, -1) if spec.largest_layer.num_key_value_heads % n == 0
+        )
         fewer = (n for n in divisors if not leaves_rank_empty(entries, n))
         raise UserError(
-            f"parallel.tensor_parallel_size is {ranks}, but with {share} of {entries} vocabulary entries per rank the last "
+            f"parallel.tensor_parallel_size is {ranks}, but with {share} of {entries} vocabulary "
+            "entries per rank the last "
             f"rank has none: set it to {next(fewer)}, or model.vocab_size to {ranks * share}"
         )
 
@@ -52,8 +56,11 @@ def checks_before_joining(run: Run) -> list[Callable[[], object]]:
     ]
 
 
-def checks_of(config: Config, data: RunData, source: ModelSource, ranks: int) -> list[Callable[[], object]]:
-    """Returns the checks of a run that need neither its device nor its folder, for `raise_together`."""
+def checks_of(
+    config: Config, data: RunData, source: ModelSource, ranks: int
+) -> list[Callable[[], object]]:
+    """Returns the checks of a run that need neither its device nor its folder, for
+    `raise_together`."""
     return [
         partial(check_vocabulary, config, source.spec),
         partial(check_model, config, data, source, ranks),
@@ -63,13 +70,15 @@ def checks_of(config: Config, data: RunData, source: ModelSource, ranks: int) ->
 
 
 def check_weights(config: Config, data: RunData) -> None:
-    """Raises UserError if tokens of a store have weights, and documents are merged, which might differ in them."""
+    """Raises UserError if tokens of a store have weights, and documents are merged, which might
+    differ in them."""
     for key, store in (("data.store", data.store), ("eval.store", data.validation)):
         if store is None or not store.weighted:
             continue
         if config.data.merge_prefixes:
             raise UserError(
-                f"data.merge_prefixes is true, but {key} {store.said} has weights of tokens, which may differ where documents "
+                f"data.merge_prefixes is true, but {key} {store.said} has weights of tokens, which "
+                "may differ where documents "
                 "are alike: set data.merge_prefixes to false"
             )
 
@@ -77,7 +86,8 @@ def check_weights(config: Config, data: RunData) -> None:
 def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
     """Raises UserError if the model does not fit the stores.
 
-    Documents are too long; or a checkpoint has another tokenizer. `Lengths` in place of a store have no tokens to check.
+    Documents are too long; or a checkpoint has another tokenizer. `Lengths` in place of a store
+    have no tokens to check.
     """
     if config.model.from_pretrained is not None and not isinstance(data.store, Lengths):
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
@@ -86,17 +96,23 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
 
 
 def check_groups(config: Config, source: ModelSource) -> None:
-    """Raises UserError if a group of the optimizer matches no trained parameter that an earlier one leaves."""
+    """Raises UserError if a group of the optimizer matches no trained parameter that an earlier one
+    leaves."""
     if not config.optimizer.groups:
         return
     with torch.device("meta"):
         model = source.build()
-    groups = [group_of(name, config.optimizer) for name, weight in model.named_parameters() if weight.requires_grad]
+    groups = [
+        group_of(name, config.optimizer)
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    ]
     for group in config.optimizer.groups:
         if not any(group is other for other in groups):
             names = ", ".join(name for name, _ in list(model.named_parameters())[:3])
             raise UserError(
-                f"optimizer.groups has match {group.match}, which no trained parameter has that is in no earlier group: "
+                f"optimizer.groups has match {group.match}, which no trained parameter has that is "
+                "in no earlier group: "
                 f"omit it, or correct it for names such as {names}"
             )
 
@@ -107,33 +123,48 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
     ours, new = store.tokenizer.text, config.model.new_tokens or []
     if lacking := [token for token in new if token not in added_tokens(ours)]:
         raise UserError(
-            f"model.new_tokens has {', '.join(lacking)}, which the tokenizer of {config.data.said} lacks: prepare it with a "
-            "tokenizer to which they were added (transformers: add_tokens, save_pretrained), or use longctx finetune"
+            f"model.new_tokens has {', '.join(lacking)}, which the tokenizer of {config.data.said} "
+            "lacks: prepare it with a "
+            "tokenizer to which they were added (transformers: add_tokens, save_pretrained), or "
+            "use longctx finetune"
         )
     if theirs is not None and not same_tokens(without_added(theirs, new), without_added(ours, new)):
-        others = [token for token in added_tokens(ours) if token not in {*added_tokens(theirs), *new}]
-        if others and same_tokens(without_added(theirs, [*new, *others]), without_added(ours, [*new, *others])):
+        others = [
+            token for token in added_tokens(ours) if token not in {*added_tokens(theirs), *new}
+        ]
+        if others and same_tokens(
+            without_added(theirs, [*new, *others]), without_added(ours, [*new, *others])
+        ):
             raise UserError(
-                f"the tokenizer of {config.data.said} adds {', '.join(others)} to that of {name}: set model.new_tokens to "
+                f"the tokenizer of {config.data.said} adds {', '.join(others)} to that of {name}: "
+                "set model.new_tokens to "
                 f"{yaml_text([*new, *others])}, or prepare it with the tokenizer of the checkpoint"
             )
         raise UserError(
-            f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with the tokenizer of the "
+            f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with "
+            "the tokenizer of the "
             f"checkpoint (longctx prepare --tokenizer {shell(name)})"
         )
     if embedded is not None and entries > embedded:
         entries = store.largest_token + 1
     if embedded is not None and entries > embedded:
-        beyond = [token for token, number in added_tokens(store.tokenizer.text).items() if number >= embedded]
+        beyond = [
+            token
+            for token, number in added_tokens(store.tokenizer.text).items()
+            if number >= embedded
+        ]
         raise UserError(
-            f"token {entries - 1} of {config.data.said} ({store.tokenizer.decode([entries - 1])!r}) is beyond the embedding of "
-            f"{name}, which has {embedded:,} entries: remove text with it, add entries by model.new_tokens "
+            f"token {entries - 1} of {config.data.said} "
+            f"({store.tokenizer.decode([entries - 1])!r}) is beyond the embedding of "
+            f"{name}, which has {embedded:,} entries: remove text with it, add entries by "
+            "model.new_tokens "
             f"{yaml_text(beyond)}, or use the tokenizer that the model was trained with"
         )
 
 
 def _own_tokenizer(folder: Path) -> str | None:
-    """Returns the tokenizer.json of a checkpoint as transformers builds it, which may differ from the file."""
+    """Returns the tokenizer.json of a checkpoint as transformers builds it, which may differ from
+    the file."""
     try:
         return Pretrained.load(str(folder)).tokenizer.text
     except TokenizerError:  # it has no end of documents, or is not one for transformers
@@ -143,14 +174,16 @@ def _own_tokenizer(folder: Path) -> str | None:
 def check_beginning(run: Run) -> list[str]:
     """Returns notes on settings that a run has changed since its checkpoint.
 
-    Raises UserError if the checkpoint cannot be continued, or if the export at the end of the run would find no place.
+    Raises UserError if the checkpoint cannot be continued, or if the export at the end of the run
+    would find no place.
     """
     config, saved, out = run.config, run.checkpoint, run.config.checkpoint.export
     changes = [] if saved is None else changes_of_optimizer(config, saved.run, resumes=run.resumes)
     done = run.resumes and saved is not None and saved.step >= config.train.steps
     if out is not None and not done:
         check_base(config.model.from_pretrained, out)
-        check_place(out, overwrite=run.resumes and out.is_relative_to(config.train.run_dir))  # of this run, before
+        # Of this run, before.
+        check_place(out, overwrite=run.resumes and out.is_relative_to(config.train.run_dir))
     return changes
 
 
@@ -160,10 +193,19 @@ def notes_on(config: Config, device: torch.device) -> list[str]:
     if not on_gpu and (config.train.offload_activations or config.train.offload_optimizer):
         notes.append("offloading has no effect: on a CPU everything is in host memory already")
     if on_gpu and config.dtype == "float32":
-        notes.append("train.dtype is float32: on GPUs, matrix products and attention take many times as long as in bfloat16")
-    if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps > config.schedule_steps:
+        notes.append(
+            "train.dtype is float32: on GPUs, matrix products and attention take many times as "
+            "long as in bfloat16"
+        )
+    if (
+        config.optimizer.warmup_ratio is None
+        and config.optimizer.warmup_steps > config.schedule_steps
+    ):
         limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
-        notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
+        notes.append(
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} "
+            f"{config.schedule_steps}"
+        )
     return notes
 
 
@@ -173,23 +215,27 @@ def check_exportable(config: Config) -> None:
         return
     if config.lora.rank is not None and config.model.changed_rope:
         raise UserError(
-            "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): give checkpoint.export null, "
+            "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): "
+            "give checkpoint.export null, "
             f"and merge them later (longctx export {shell(config.train.run_dir)} OUT --merge)"
         )
     check_family(config)
 
 
 def check_family(config: Config) -> None:
-    """Raises NoNativeModel if the model is new and no family of transformers has models of its shape."""
+    """Raises NoNativeModel if the model is new and no family of transformers has models of its
+    shape."""
     from longctx.model.families import expressed  # needs transformers
 
     if config.model.from_pretrained is None:
         sizes = config.model.sizes()
-        expressed(sizes.model_copy(update={"vocab_size": sizes.vocab_size or 256}), longest=1)  # no family depends on it
+        # No family depends on it.
+        expressed(sizes.model_copy(update={"vocab_size": sizes.vocab_size or 256}), longest=1)
 
 
 def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[str]:
-    """Returns a note if a run that `resumes` has another optimizer section or number of steps than before.
+    """Returns a note if a run that `resumes` has another optimizer section or number of steps than
+    before.
 
     Raises UserError if the checkpoints of `run` have the moments of another optimizer.
     """
@@ -198,11 +244,15 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
     name = before.get("optimizer", {}).get("name", "adamw")
     if path.is_file() and name != config.optimizer.name:
         raise UserError(
-            f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments of {name}: set it to "
+            f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments "
+            f"of {name}: set it to "
             f"{name}, or start a new run from an export of that one"
         )
     changes = []
-    for setting in ("train.steps", *(f"optimizer.{key}" for key in type(config.optimizer).model_fields)):
+    for setting in (
+        "train.steps",
+        *(f"optimizer.{key}" for key in type(config.optimizer).model_fields),
+    ):
         section, key = setting.split(".")
         value = plain(getattr(getattr(config, section), key))
         former = before.get(section, {}).get(key, value)

@@ -49,7 +49,9 @@ class _TimedExchange(Exchange):
 
 class _TimedPending(Pending):
     def __init__(self, clock: StepClock, pending: Pending) -> None:
-        super().__init__(pending.exchange, pending.works, pending.incoming, pending.sent, pending.peers)
+        super().__init__(
+            pending.exchange, pending.works, pending.incoming, pending.sent, pending.peers
+        )
         self.clock = clock
 
     def wait(self) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Data of a run: its stores, opened once, the length of its documents, planner, loader and first steps."""
+"""Data of a run: its stores, opened once, the length of its documents, planner, loader and first
+steps."""
 
 import math
 from bisect import bisect_left
@@ -37,19 +38,27 @@ class RunData:
 
     @classmethod
     def open(cls, config: Config) -> "RunData":
-        """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores differ."""
+        """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores
+        differ."""
         opened = [Store.open(path) for path in config.data.paths]
         validated = config.eval.every is not None and config.eval.store is not None
-        validation = Store.open(config.eval.store) if validated and config.eval.store is not None else None
+        validation = (
+            Store.open(config.eval.store) if validated and config.eval.store is not None else None
+        )
         if config.data.store is not None:
             return cls(opened[0], validation)
         stores = config.data.stores or ()
         unit = "epochs" if any(store.epochs is not None for store in stores) else "weight"
-        return cls(Store.join(opened, [store.epochs or store.weight or 0.0 for store in stores], unit), validation)
+        return cls(
+            Store.join(opened, [store.epochs or store.weight or 0.0 for store in stores], unit),
+            validation,
+        )
 
     @property
     def longest(self) -> int:
-        return max(int(store.lengths.max()) for store in (self.store, self.validation) if store is not None)
+        return max(
+            int(store.lengths.max()) for store in (self.store, self.validation) if store is not None
+        )
 
     @property
     def fingerprints(self) -> list[str]:
@@ -60,11 +69,15 @@ class RunData:
         return self.store.tokenizer.vocab_size
 
 
-def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None) -> int:
-    """Returns the maximum document length in tokens: `data.max_length`, or that of the checkpoint, or what the domain can hold.
+def choose_max_length(
+    config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None
+) -> int:
+    """Returns the maximum document length in tokens: `data.max_length`, or that of the checkpoint,
+    or what the domain can hold.
 
-    A run that resumes on another number of ranks must see the same documents, so it keeps the length of the checkpoint, which
-    may be above what the domain can hold if the `longest` document is not (None: unknown). Raises ConfigError otherwise.
+    A run that resumes on another number of ranks must see the same documents, so it keeps the
+    length of the checkpoint, which may be above what the domain can hold if the `longest` document
+    is not (None: unknown). Raises ConfigError otherwise.
     """
     capacity = config.capacity(world_size)
     if config.data.max_length is not None or resume_from is None:
@@ -74,17 +87,24 @@ def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint |
     if needed > capacity:
         count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
         least = _budget_for(config, needed, world_size)
-        way_out = f"set it to {least}" if least else f"give context.bins an entry of {needed} tokens or more"
+        way_out = (
+            f"set it to {least}"
+            if least
+            else f"give context.bins an entry of {needed} tokens or more"
+        )
         raise ConfigError(
-            f"{resume_from.folder} was trained on documents of at most {previous} tokens, but {count} with "
-            f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: {way_out}, or start more "
+            f"{resume_from.folder} was trained on documents of at most {previous} tokens, but "
+            f"{count} with "
+            f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: "
+            f"{way_out}, or start more "
             "processes (--processes)"
         )
     return previous
 
 
 def _budget_for(config: Config, length: int, world_size: int) -> int | None:
-    """Returns the least batch.tokens_per_rank at which a document of `length` tokens fits; None if it never does."""
+    """Returns the least batch.tokens_per_rank at which a document of `length` tokens fits; None if
+    it never does."""
 
     def holds(tokens: int) -> bool:
         return config.changed({"batch.tokens_per_rank": tokens}).capacity(world_size) >= length
@@ -104,11 +124,18 @@ def make_merging(config: Config, world_size: int) -> Merging | None:
     """Returns what merges documents of a step that begin alike; None if they stay apart."""
     if not config.data.merge_prefixes:
         return None
-    return partial(merge_pieces, most_tokens=config.capacity(world_size), tokens_per_rank=config.batch.tokens_per_rank)
+    return partial(
+        merge_pieces,
+        most_tokens=config.capacity(world_size),
+        tokens_per_rank=config.batch.tokens_per_rank,
+    )
 
 
-def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False) -> Planner:
-    """Makes the planner of `config.context` for a domain of `ranks`; with `static` that of the best static degree.
+def make_planner(
+    config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False
+) -> Planner:
+    """Makes the planner of `config.context` for a domain of `ranks`; with `static` that of the best
+    static degree.
 
     `profile` must be scaled to the run's model, parallel sizes and exchange, see `run_profile`.
     """
@@ -128,7 +155,8 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
 
 
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:
-    """Makes the loader of this rank. Collective: raises ProfilesDiffer if ranks have different profiles."""
+    """Makes the loader of this rank. Collective: raises ProfilesDiffer if ranks have different
+    profiles."""
     profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh.control)
     return Loader(
         store,
@@ -157,7 +185,8 @@ def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
 
 
 def steps_of_epochs(epochs: float, steps: Sampler) -> int:
-    """Returns the fewest steps that take the documents `epochs` times; of many documents, by the steps of the first ones.
+    """Returns the fewest steps that take the documents `epochs` times; of many documents, by the
+    steps of the first ones.
 
     A step has more than its tokens: it takes whole documents.
     """
@@ -174,13 +203,21 @@ def with_steps(config: Config, store: Store, ranks: int) -> Config:
         return config
     steps = steps_of_run(config, store, ranks)
     assert isinstance(steps, Sampler), "several stores are refused: see the rows of `combinations`"
-    return config.changed({"train.steps": steps_of_epochs(config.train.epochs, steps), "train.epochs": None})
+    return config.changed(
+        {"train.steps": steps_of_epochs(config.train.epochs, steps), "train.epochs": None}
+    )
 
 
-def first_plans(config: Config, store: Store, ranks: int, steps: int, *, static: bool = False) -> Iterator[Plan]:
-    """Yields the plans of the first `steps` steps of a run on `ranks` processes; with `static` at the best static degree."""
+def first_plans(
+    config: Config, store: Store, ranks: int, steps: int, *, static: bool = False
+) -> Iterator[Plan]:
+    """Yields the plans of the first `steps` steps of a run on `ranks` processes; with `static` at
+    the best static degree."""
     profile = run_profile(config, ranks, store.tokenizer.vocab_size).profile
-    planner, merging = make_planner(config, config.domain(ranks), profile, static=static), make_merging(config, ranks)
+    planner, merging = (
+        make_planner(config, config.domain(ranks), profile, static=static),
+        make_merging(config, ranks),
+    )
     steps_of = steps_of_run(config, store, ranks)
     cursor = steps_of.start
     for _ in range(steps):
@@ -200,5 +237,7 @@ class StepPlans:
 
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[StepPlans]:
-    configured, static = (first_plans(config, store, ranks, steps, static=best) for best in (False, True))
+    configured, static = (
+        first_plans(config, store, ranks, steps, static=best) for best in (False, True)
+    )
     return [StepPlans(*plans) for plans in zip(configured, static, strict=True)]

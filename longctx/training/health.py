@@ -15,7 +15,8 @@ MOST_SKIPPED = 3
 
 
 class NonFiniteLoss(UserError):
-    """Raised if loss or gradient is infinite or NaN. The weights of the last checkpoint are intact."""
+    """Raised if loss or gradient is infinite or NaN. The weights of the last checkpoint are
+    intact."""
 
 
 class FiniteLoss:
@@ -25,9 +26,11 @@ class FiniteLoss:
         self.config, self.mesh, self.skipped = config, mesh, 0
 
     def check(self, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> bool:
-        """Returns whether loss and gradient of a step are finite; names the documents of the affected micro-batches if not.
+        """Returns whether loss and gradient of a step are finite; names the documents of the
+        affected micro-batches if not.
 
-        Collective if they are not, which all ranks know alike. Raises NonFiniteLoss on every rank if the run should stop.
+        Collective if they are not, which all ranks know alike. Raises NonFiniteLoss on every rank
+        if the run should stop.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.skipped = 0
@@ -46,8 +49,13 @@ class FiniteLoss:
         documents = f"Documents in the affected micro-batches: {', '.join(names[:20])}{more}"
         if self.config.train.on_nonfinite == "stop" or self.skipped > MOST_SKIPPED:
             before = f", after {MOST_SKIPPED} skipped steps" if self.skipped > MOST_SKIPPED else ""
-            intact = "" if self.config.checkpoint.every is None else "; the last checkpoint is intact"
-            raise NonFiniteLoss(f"{what}{before}{intact}. {documents}. Check these documents, or lower optimizer.learning_rate")
+            intact = (
+                "" if self.config.checkpoint.every is None else "; the last checkpoint is intact"
+            )
+            raise NonFiniteLoss(
+                f"{what}{before}{intact}. {documents}. Check these documents, or lower "
+                "optimizer.learning_rate"
+            )
         if self.mesh.world_rank == 0:
             print(f"longctx train: {what}: no update. {documents}", file=sys.stderr, flush=True)
         return False

@@ -29,7 +29,8 @@ LOG = "metrics.jsonl"
 def _row(group: str, over_ranks: str | None = None, default: Any = MISSING) -> Any:
     """Makes a number of the step, shown as `group`/name by TensorBoard and Weights & Biases.
 
-    With `over_ranks` (sum, mean or max) every process has a value of it, which the step gathers; the others are known to all.
+    With `over_ranks` (sum, mean or max) every process has a value of it, which the step gathers;
+    the others are known to all.
     """
     return field(default=default, metadata={"group": group, "over_ranks": over_ranks})
 
@@ -40,30 +41,36 @@ class StepMetrics:
 
     Attributes:
         loss: mean over the valid targets of the step; null in metrics.jsonl if none, or not finite.
-        tokens, computed_tokens: of all documents of the step, before and after those that begin alike were merged; the
+        tokens, computed_tokens: of all documents of the step, before and after those that begin
+        alike were merged; the
             second is None if none were. Speed counts the first, mfu the second.
-        step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the makespan of the plan.
-        degrees: number of documents at each degree.
-        balance: mean over maximum of the modelled time per rank (1 - the plan's idle share).
-        gap: relative distance of the plan from its lower bound.
-        bubble_share, predicted_bubble_share: mean share of the pipeline's time in which a rank computes nothing, and the share
+        step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the
+        makespan of the plan. degrees: number of documents at each degree. balance: mean over
+        maximum of the modelled time per rank (1 - the plan's idle share). gap: relative distance of
+        the plan from its lower bound. bubble_share, predicted_bubble_share: mean share of the
+        pipeline's time in which a rank computes nothing, and the share
             of the modelled step in which the pipeline fills and drains; 0 without a pipeline.
-        padding_share: padded rows as a share of all rows.
-        data_wait_s: wait for data of the rank that waited longest.
-        peak_memory_bytes: peak memory of the fullest rank: of the allocator on CUDA, of the process on a CPU.
-        attention_s, exchange_wait_s, bubble_s: mean over ranks of the time in attention, of the wait for K, V or their
+        padding_share: padded rows as a share of all rows. data_wait_s: wait for data of the rank
+        that waited longest. peak_memory_bytes: peak memory of the fullest rank: of the allocator on
+        CUDA, of the process on a CPU. attention_s, exchange_wait_s, bubble_s: mean over ranks of
+        the time in attention, of the wait for K, V or their
             gradients, and, in a pipeline, of the time without computation.
-        optimizer_s: mean over ranks of the time of their gradients' norm, and of clipping and the optimizer in the step before,
+        optimizer_s: mean over ranks of the time of their gradients' norm, and of clipping and the
+        optimizer in the step before,
             which a GPU may not have ended when the step is logged.
-        rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits for other ranks.
-        mfu: model FLOP utilisation; None if the peak of the device is not known.
-        validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents, number of
-            these targets, and time of the validation, not part of step_time_s; None in steps without a validation.
-        expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest expert over the mean, and share
+        rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits
+        for other ranks. mfu: model FLOP utilisation; None if the peak of the device is not known.
+        validation_loss, validation_tokens, validation_s: mean loss over the targets of the
+        validation documents, number of
+            these targets, and time of the validation, not part of step_time_s; None in steps
+            without a validation.
+        expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest
+        expert over the mean, and share
             of experts without tokens in the step; means over layers.
-        document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
-        skipped: True if weights and optimizer were not updated: loss or gradient was not finite, or there was no target.
-        source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
+        document_loss, z_loss: balance losses without their factors, means over layers; None if
+        their factor is 0. skipped: True if weights and optimizer were not updated: loss or gradient
+        was not finite, or there was no target. source_tokens: tokens by path of their store if
+        several stores are mixed; otherwise None.
     """
 
     step: int
@@ -104,17 +111,26 @@ class StepMetrics:
     source_tokens: dict[str, int] | None = None
 
     @classmethod
-    def of(cls, batch: StepBatch, ranks: Mapping[str, torch.Tensor], step_time_s: float, **known: Any) -> "StepMetrics":
+    def of(
+        cls, batch: StepBatch, ranks: Mapping[str, torch.Tensor], step_time_s: float, **known: Any
+    ) -> "StepMetrics":
         """Returns the metrics of a step.
 
         Args:
-            ranks: values of all processes by name, float64 [world size]: `rows`, `expert_layers`, and every number with a
+            ranks: values of all processes by name, float64 [world size]: `rows`, `expert_layers`,
+            and every number with a
                 reduction over ranks.
         """
         plan, padded, computed = batch.plan, float(ranks["rows"].sum()), sum(batch.plan.lengths)
-        reductions = {each.name: over for each in fields(cls) if (over := each.metadata.get("over_ranks")) is not None}
+        reductions = {
+            each.name: over
+            for each in fields(cls)
+            if (over := each.metadata.get("over_ranks")) is not None
+        }
         values = {name: float(getattr(ranks[name], over)()) for name, over in reductions.items()}
-        timed = sum(values[name] for name in ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s"))
+        timed = sum(
+            values[name] for name in ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s")
+        )
         return cls(
             **{
                 **values,
@@ -145,44 +161,63 @@ class StepMetrics:
         degrees = " ".join(f"{degree}:{count}" for degree, count in self.degrees.items())
         mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
         in_pipeline = self.predicted_bubble_share > 0
-        bubble = f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) " if in_pipeline else ""
-        validated = "" if self.validation_loss is None else f"\n  validation loss {self.validation_loss:.3f} "
+        bubble = (
+            f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) "
+            if in_pipeline
+            else ""
+        )
+        validated = (
+            ""
+            if self.validation_loss is None
+            else f"\n  validation loss {self.validation_loss:.3f} "
+        )
         if validated:
             validated += f"on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
         marked = " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
-        merged = "" if not self.computed_tokens else f"merged {self.tokens / self.computed_tokens:.2f}x "
+        merged = (
+            "" if not self.computed_tokens else f"merged {self.tokens / self.computed_tokens:.2f}x "
+        )
         learned = f"loss {self.loss:.3f} grad_norm {self.grad_norm:.2f}"
         return (
-            f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr {self.lr:.1e} "
-            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {merged}{mfu}mem {format_bytes(self.peak_memory_bytes)} "
+            f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr "
+            f"{self.lr:.1e} "
+            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {merged}{mfu}mem "
+            f"{format_bytes(self.peak_memory_bytes)} "
             f"degrees {degrees} {experts}balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
             f"data {self.data_wait_s / self.step_time_s:.1%} "
             f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){marked}{validated}"
         )
 
     def scalars(self) -> dict[str, float]:
-        """The numbers of the step by tag, such as `time/attention_s`, and `plan/documents_at_degree/N` for each degree N."""
+        """The numbers of the step by tag, such as `time/attention_s`, and
+        `plan/documents_at_degree/N` for each degree N."""
         tags = {each.name: group for each in fields(self) if (group := each.metadata.get("group"))}
         numbers = {
             f"{group}/{name.removeprefix(f'{group}_')}": value
             for name, group in tags.items()
             if (value := getattr(self, name)) is not None
         }
-        return numbers | {f"plan/documents_at_degree/{degree}": count for degree, count in self.degrees.items()}
+        return numbers | {
+            f"plan/documents_at_degree/{degree}": count for degree, count in self.degrees.items()
+        }
 
 
 def _of_experts(sums: Mapping[str, float], layers: float) -> dict[str, float | None]:
-    """Returns means over all layers with experts, None without experts; losses that are 0 everywhere are not computed."""
+    """Returns means over all layers with experts, None without experts; losses that are 0
+    everywhere are not computed."""
     means = {name: sums[name] / layers if layers else None for name in STATISTICS if name in sums}
-    return {name: None if name.endswith("loss") and not mean else mean for name, mean in means.items()}
+    return {
+        name: None if name.endswith("loss") and not mean else mean for name, mean in means.items()
+    }
 
 
 def _short(number: float) -> str:
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
 
 
-# --- model FLOP utilisation: what an ideal implementation computes, as a share of the peak of the devices
+# --- model FLOP utilisation: what an ideal implementation computes, as a share of the peak of the
+# devices
 
 FORWARD_AND_BACKWARD = 3
 PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
@@ -202,15 +237,18 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
     "L40S": (362e12, 91.6e12),
     "MI300X": (1307e12, 163.4e12),
 }
-"""Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data sheets."""
+"""Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data
+sheets."""
 
 
 def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
-    """Returns the FLOPs of forward and backward over documents of these lengths, of which some may be `trees`.
+    """Returns the FLOPs of forward and backward over documents of these lengths, of which some may
+    be `trees`.
 
-    `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
-    tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights; and the scans of linear
-    attention as in long documents that are not split. Recomputation and padding are not counted.
+    `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention
+    inside each document (to earlier tokens, in encoders to all), and twice that in backward, less
+    the gradients of frozen weights; and the scans of linear attention as in long documents that are
+    not split. Recomputation and padding are not counted.
     """
     others = round((spec.scan_flops - 2 * spec.frozen_products) * sum(lengths))
     return FORWARD_AND_BACKWARD * spec.flops(lengths, trees) + others
@@ -231,16 +269,19 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 class MetricsLog:
-    """Writes every step to the console and metrics.jsonl, and to TensorBoard and Weights & Biases if set. Rank 0 has one."""
+    """Writes every step to the console and metrics.jsonl, and to TensorBoard and Weights & Biases
+    if set. Rank 0 has one."""
 
     def __init__(self, config: Config, after_step: int) -> None:
-        """Continues after `after_step`: lines of later steps, which an interrupted run left, are removed."""
+        """Continues after `after_step`: lines of later steps, which an interrupted run left, are
+        removed."""
         folder = config.train.run_dir
         self.path = folder / LOG
         self._every, self._shown = config.log.every, {after_step + 1, config.train.steps}
         lines = list(read_log(self.path))
         kept = [line for step, line in lines if step is not None and step["step"] <= after_step]
-        if damaged := sum(step is None for step, _ in lines[:-1]):  # a kill may cut the last one short
+        # A kill may cut the last one short.
+        if damaged := sum(step is None for step, _ in lines[:-1]):
             print(f"{damaged} damaged lines of {self.path} are left out", file=sys.stderr)
         new = self.path.with_suffix(".partial")
         new.write_text("".join(f"{line}\n" for line in kept), "utf-8")
@@ -251,13 +292,20 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
-        self.wandb_run = None if config.log.wandb is None else _start_wandb(config, config.log.wandb, resumes=after_step > 0)
+        self.wandb_run = (
+            None
+            if config.log.wandb is None
+            else _start_wandb(config, config.log.wandb, resumes=after_step > 0)
+        )
 
     def write(self, metrics: StepMetrics) -> None:
         notable = metrics.skipped or metrics.validation_loss is not None
         if metrics.step % self._every == 0 or metrics.step in self._shown or notable:
             print(metrics.console(), flush=True)
-        numbers = {name: None if isinstance(n, float) and not math.isfinite(n) else n for name, n in asdict(metrics).items()}
+        numbers = {
+            name: None if isinstance(n, float) and not math.isfinite(n) else n
+            for name, n in asdict(metrics).items()
+        }
         self.stream.write(json.dumps(numbers) + "\n")
         self.stream.flush()
         if self.events is not None:
@@ -278,7 +326,8 @@ def check_wandb(setting: WandbSetting | None) -> None:
     """Raises UserError if Weights & Biases is to be logged to and its package is not installed."""
     if setting is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            f"log.wandb is {setting.project}, and the package wandb is not installed: pip install wandb, or set log.wandb null"
+            f"log.wandb is {setting.project}, and the package wandb is not installed: pip install "
+            "wandb, or set log.wandb null"
         )
 
 
@@ -302,7 +351,8 @@ def _start_wandb(config: Config, setting: WandbSetting, *, resumes: bool) -> Any
 
 
 def read_log(path: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
-    """Yields step and text of every line; None for the step if the line is damaged or was cut short by a kill."""
+    """Yields step and text of every line; None for the step if the line is damaged or was cut short
+    by a kill."""
     if path.exists():
         for line in path.read_text("utf-8", errors="replace").splitlines():
             step: dict[str, Any] | None = None
@@ -313,9 +363,14 @@ def read_log(path: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
 
 
 def mean_speed(folder: Path) -> str:
-    """Returns the mean tokens per second over all steps in a run folder, in total and per rank, for people."""
+    """Returns the mean tokens per second over all steps in a run folder, in total and per rank, for
+    people."""
     used = ("tokens", "step_time_s", "tokens_per_s_per_rank")
-    steps = [step for step, _ in read_log(folder / LOG) if step and all(isinstance(step.get(n), (int, float)) for n in used)]
+    steps = [
+        step
+        for step, _ in read_log(folder / LOG)
+        if step and all(isinstance(step.get(n), (int, float)) for n in used)
+    ]
     seconds = sum(step["step_time_s"] for step in steps)
     if not seconds:
         return "no steps"

@@ -1,5 +1,5 @@
-"""The optimizer, with weight decay on matrices only; the learning rate, a pure function of the step; norm and clipping of
-gradients.
+"""The optimizer, with weight decay on matrices only; the learning rate, a pure function of the
+step; norm and clipping of gradients.
 """
 
 import math
@@ -30,11 +30,13 @@ class OptimizerKind:
     """An optimizer of the setting `optimizer.name`, and what it costs.
 
     Attributes:
-        make: makes it of (groups of parameters, options of AdamW, device, matrices, group of all ranks with parts of them).
-        state_bytes: bytes of its state of `parameters`, of which `matrices` are in matrices of blocks; `sizes` has how
+        make: makes it of (groups of parameters, options of AdamW, device, matrices, group of all
+        ranks with parts of them). state_bytes: bytes of its state of `parameters`, of which
+        `matrices` are in matrices of blocks; `sizes` has how
             many matrices of each size they are a part of.
-        working_bytes: bytes of temporary tensors, of a block's `layer` and `held` numbers of matrices on a rank.
-        step_work: operations per rank of a model's updates on `ranks`, and numbers that it sends and receives for them, beside
+        working_bytes: bytes of temporary tensors, of a block's `layer` and `held` numbers of
+        matrices on a rank. step_work: operations per rank of a model's updates on `ranks`, and
+        numbers that it sends and receives for them, beside
             what AdamW takes.
         momentum: whether matrices of blocks have a momentum of their own.
         fused: whether CUDA updates all parameters without temporary tensors.
@@ -49,7 +51,8 @@ class OptimizerKind:
 
 
 def _eight_bit(groups: list[Any], options: dict[str, Any], *_: Any) -> torch.optim.Optimizer:
-    from longctx.training.optimizers.eight_bit import EightBit  # torchao takes seconds, and is in an extra
+    # Torchao takes seconds, and is in an extra.
+    from longctx.training.optimizers.eight_bit import EightBit
 
     optimizer: torch.optim.Optimizer = EightBit(groups, **options)
     return optimizer
@@ -58,31 +61,42 @@ def _eight_bit(groups: list[Any], options: dict[str, Any], *_: Any) -> torch.opt
 FLOAT32 = torch.float32.itemsize
 OPTIMIZERS = {
     "adamw": OptimizerKind(
-        lambda groups, options, device, *_: torch.optim.AdamW(groups, **options, fused=device.type == "cuda"),
+        lambda groups, options, device, *_: torch.optim.AdamW(
+            groups, **options, fused=device.type == "cuda"
+        ),
         lambda parameters, matrices, sizes: 2 * FLOAT32 * parameters,
     ),
     "muon": OptimizerKind(
         lambda groups, options, device, matrices, stage: muon.Muon(
             groups, matrices, stage, device, **options, fused=device.type == "cuda"
         ),
-        lambda parameters, matrices, sizes: FLOAT32 * (2 * parameters - matrices),  # one moment of matrices
+        # One moment of matrices.
+        lambda parameters, matrices, sizes: FLOAT32 * (2 * parameters - matrices),
         muon.working_bytes,
         muon.work_of_rank,
         momentum=True,
     ),
     "adamw-8bit": OptimizerKind(
-        _eight_bit, lambda parameters, matrices, sizes: eight_bit.state_bytes(parameters, sizes), fused=False
+        _eight_bit,
+        lambda parameters, matrices, sizes: eight_bit.state_bytes(parameters, sizes),
+        fused=False,
     ),
 }
-"""Optimizers by name; those that need a package are also in `_missing` of `longctx.config.rules`."""
+"""Optimizers by name; those that need a package are also in `_missing` of
+`longctx.config.rules`."""
 
 
 def make_optimizer(
-    model: Model, settings: OptimizerSection, device: torch.device, stage: dist.ProcessGroup | None = None
+    model: Model,
+    settings: OptimizerSection,
+    device: torch.device,
+    stage: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """Makes the optimizer of all trained parameters, without weight decay for vectors: norms and biases. Fused on CUDA.
+    """Makes the optimizer of all trained parameters, without weight decay for vectors: norms and
+    biases. Fused on CUDA.
 
-    `stage` is the group of all ranks with the same parameters or parts of them; None: this process alone. Collective for Muon.
+    `stage` is the group of all ranks with the same parameters or parts of them; None: this process
+    alone. Collective for Muon.
     """
     kind = OPTIMIZERS[settings.name]
     matrices = matrices_of(model) if kind.momentum else {}
@@ -93,14 +107,21 @@ def make_optimizer(
             decay = settings.weight_decay if parameter.dim() > 1 else 0.0
             if chosen is not None and chosen.weight_decay is not None:
                 decay = chosen.weight_decay
-            options = {"weight_decay": decay, "learning_rate_ratio": 1.0 if chosen is None else chosen.learning_rate_ratio}
+            options = {
+                "weight_decay": decay,
+                "learning_rate_ratio": 1.0 if chosen is None else chosen.learning_rate_ratio,
+            }
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             if parameter in matrices:
                 options["momentum"] = settings.momentum
             # Fused operations need parameters on the same mesh.
             group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
             group["params"].append(parameter)
-    adamw: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    adamw: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": settings.betas,
+        "eps": settings.eps,
+    }
     return kind.make(list(groups.values()), adamw, device, matrices, stage)
 
 
@@ -110,12 +131,15 @@ def group_of(name: str, settings: OptimizerSection) -> ParameterGroup | None:
 
 
 def matrices_of(model: Model) -> Matrices:
-    """Returns the trained matrices of the blocks, and how many are stacked in each: one, or one per expert.
+    """Returns the trained matrices of the blocks, and how many are stacked in each: one, or one per
+    expert.
 
     Vectors are no matrices, nor are depthwise convolutions, which have a side of 1.
     """
     experts = {
-        parameter: layer.gate.shape.num_experts for layer in sparse_layers(model) for parameter in layer.experts.parameters()
+        parameter: layer.gate.shape.num_experts
+        for layer in sparse_layers(model)
+        for parameter in layer.experts.parameters()
     }
     return {
         parameter: experts.get(parameter, parameter.shape[0] if parameter.dim() == 3 else 1)
@@ -133,12 +157,21 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
-    """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then the schedule.
+    """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then
+    the schedule.
 
     A warm-up longer than the run is shortened to it.
     """
-    peak, ratio, schedule = settings.learning_rate, settings.min_learning_rate_ratio, settings.schedule
-    warmup = settings.warmup_steps if settings.warmup_ratio is None else round(settings.warmup_ratio * steps)
+    peak, ratio, schedule = (
+        settings.learning_rate,
+        settings.min_learning_rate_ratio,
+        settings.schedule,
+    )
+    warmup = (
+        settings.warmup_steps
+        if settings.warmup_ratio is None
+        else round(settings.warmup_ratio * steps)
+    )
     warmup = min(warmup, steps)
     if step <= warmup:
         return peak * step / warmup
@@ -157,12 +190,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Sets the learning rate of all groups, each times its ratio."""
     for group in optimizer.param_groups:
         own = rate * group["learning_rate_ratio"]
-        group["lr"] = torch.full_like(group["lr"], own) if isinstance(group["lr"], torch.Tensor) else own
+        group["lr"] = (
+            torch.full_like(group["lr"], own) if isinstance(group["lr"], torch.Tensor) else own
+        )
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, norm: float) -> None:
-    """Scales all gradients, whose norm is `norm`, so that it is at most `max_norm` (None: no scaling)."""
+    """Scales all gradients, whose norm is `norm`, so that it is at most `max_norm` (None: no
+    scaling)."""
     gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
     if max_norm is not None and norm > max_norm and gradients:
         torch._foreach_mul_(gradients, max_norm / norm)
@@ -170,15 +206,21 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, n
 
 @torch.no_grad()
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
-    """Returns the sum of squares of this process's parts of tensors sharded over all processes; replicas count once."""
+    """Returns the sum of squares of this process's parts of tensors sharded over all processes;
+    replicas count once."""
     counted = [local_part(tensor) for tensor in tensors if muon.is_first_copy(tensor)]
     # In float32 a CPU sums naively: over 10⁸ numbers the norm would be 2 % too small.
-    squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum() if counted else torch.zeros(())
+    squares = (
+        torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum()
+        if counted
+        else torch.zeros(())
+    )
     return float(squares)
 
 
 def norm_of(sums: torch.Tensor) -> float:
-    """Returns the norm of tensors from the sums of squares of all processes, in their order: the same on each, bit by bit.
+    """Returns the norm of tensors from the sums of squares of all processes, in their order: the
+    same on each, bit by bit.
 
     Norm and factor must be, so that replicas of a weight stay equal.
     """

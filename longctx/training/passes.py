@@ -1,4 +1,5 @@
-"""Passes of a model on this rank over the micro-batches of a step: forward and backward, or forward alone."""
+"""Passes of a model on this rank over the micro-batches of a step: forward and backward, or forward
+alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,12 @@ from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.training.build import build_model, make_attention
 from longctx.training.clock import OPTIMIZER, StepClock
 from longctx.training.objectives.balance import Balance
-from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
+from longctx.training.objectives.loss import (
+    cross_entropy_sum,
+    labelled_rows,
+    log_probabilities,
+    rows_with_labels,
+)
 from longctx.training.objectives.objective import StepWeights, token_mean
 from longctx.training.trace import micro_batch_name
 
@@ -46,7 +52,8 @@ class Passes:
         self.place: Callable[[], str] = str
 
     def begin(self, task: str, place: Callable[[], str] = str) -> None:
-        """Says what this rank does from now on. `place` is called by another thread, also while what it reads changes."""
+        """Says what this rank does from now on. `place` is called by another thread, also while
+        what it reads changes."""
         self.task, self.place = task, place
 
     def position(self) -> str:
@@ -55,7 +62,8 @@ class Passes:
 
     @torch.no_grad()
     def look(self, batch: StepBatch) -> list[torch.Tensor]:
-        """Returns log p of every label, [T] for each of this rank's micro-batches, by a pass without gradients; 0 without one.
+        """Returns log p of every label, [T] for each of this rank's micro-batches, by a pass
+        without gradients; 0 without one.
 
         Pipeline ranks without the head return zeros.
         """
@@ -70,25 +78,43 @@ class Passes:
         if self.pipeline is not None:
             return self.pipeline.forward(len(batch.micro_batches), inputs)
         every_input = map(inputs, range(len(batch.micro_batches)))
-        return [self.model(each.tokens, each.positions, each.attention, each.head) for each in every_input]
+        return [
+            self.model(each.tokens, each.positions, each.attention, each.head)
+            for each in every_input
+        ]
 
     def end_looking(self) -> None:
-        """Reshards the model and resets the clock after passes without gradients, but for the time of the optimizer."""
-        reshard(self.model)  # otherwise blocks that stay gathered until backward would stay so until the next backward
+        """Reshards the model and resets the clock after passes without gradients, but for the time
+        of the optimizer."""
+        # Otherwise blocks that stay gathered until backward would stay so until the next backward.
+        reshard(self.model)
         self.clock.keep(OPTIMIZER)
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        """Returns this rank's part of the loss in every micro-batch; gradients are summed over the domain."""
+        """Returns this rank's part of the loss in every micro-batch; gradients are summed over the
+        domain."""
         weights = token_mean(batch)
         if self.pipeline is None:
-            return torch.stack([self.micro_batch(batch, number, weights) for number in range(len(batch.micro_batches))])
+            return torch.stack(
+                [
+                    self.micro_batch(batch, number, weights)
+                    for number in range(len(batch.micro_batches))
+                ]
+            )
         self.begin("", self.pipeline.where)
-        return self.pipeline.forward_backward(len(batch.micro_batches), partial(self.inputs, batch, weights))
+        return self.pipeline.forward_backward(
+            len(batch.micro_batches), partial(self.inputs, batch, weights)
+        )
 
     def micro_batch(
-        self, batch: StepBatch, number: int, weights: StepWeights, attention: Attention | None = None
+        self,
+        batch: StepBatch,
+        number: int,
+        weights: StepWeights,
+        attention: Attention | None = None,
     ) -> torch.Tensor:
-        """Runs forward and backward of a micro-batch; gradients are reduced in the last one, or in each.
+        """Runs forward and backward of a micro-batch; gradients are reduced in the last one, or in
+        each.
 
         `attention` replaces that of the settings, for measurements.
         """
@@ -103,12 +129,15 @@ class Passes:
         used: Any = inputs.attention if attention is None else attention
         self.begin(f"micro-batch {number}", lambda: f"attention last in {used.last}")
         with record_function(inputs.name):
-            loss: torch.Tensor = self.model(inputs.tokens, inputs.positions, used, inputs.head, inputs.documents)
+            loss: torch.Tensor = self.model(
+                inputs.tokens, inputs.positions, used, inputs.head, inputs.documents
+            )
             loss.backward()
         return loss.detach()
 
     def inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
-        """Returns the inputs of this rank for a micro-batch; after the batch's last micro-batch, those of an empty one."""
+        """Returns the inputs of this rank for a micro-batch; after the batch's last micro-batch,
+        those of an empty one."""
         device = self.mesh.device
         counted = None
         if number < len(batch.micro_batches):
@@ -119,7 +148,10 @@ class Passes:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
             context = self.config.context
             attention = RingAttention(
-                micro_batch.layout, kernel=context.kernel, deterministic=context.deterministic, device=device
+                micro_batch.layout,
+                kernel=context.kernel,
+                deterministic=context.deterministic,
+                device=device,
             )
         rows = rows_with_labels(micro_batch.labels)
         head = partial(
@@ -130,10 +162,17 @@ class Passes:
             rows=None if rows is None else copy_to(rows, device),
             compiled=self.config.compiles(device.type, self.model.spec),
         )
-        tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
+        tokens, positions = (
+            copy_to(micro_batch.tokens, device),
+            copy_to(micro_batch.positions, device),
+        )
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
-        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents)
+        return Inputs(
+            micro_batch_name(batch, number), tokens, positions, attention, head, documents
+        )
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
         plan, layout = batch.plan, micro_batch.layout
-        return self.model.attention(make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock))
+        return self.model.attention(
+            make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock)
+        )

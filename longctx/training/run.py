@@ -19,11 +19,11 @@ class Run:
     """A run as one rank has opened it: no process groups.
 
     Attributes:
-        config: settings, with steps for epochs.
-        checkpoint: checkpoint to start from, of this run or of one that this run continues; None for the initial weights.
-        returns: whether `checkpoint` was asked for by its step, so that later ones are set aside.
-        traced: steps to trace, counted from 1.
-        changes: settings that `train.fit_memory` changed, in words; empty if none.
+        config: settings, with steps for epochs. checkpoint: checkpoint to start from, of this run
+        or of one that this run continues; None for the initial weights. returns: whether
+        `checkpoint` was asked for by its step, so that later ones are set aside. traced: steps to
+        trace, counted from 1. changes: settings that `train.fit_memory` changed, in words; empty if
+        none.
     """
 
     config: Config
@@ -38,7 +38,8 @@ class Run:
 
     @classmethod
     def open(cls, config: Config, **others: Any) -> "Run":
-        """Prepares the device, and opens the stores and the model's files. Raises UserError if one cannot be used."""
+        """Prepares the device, and opens the stores and the model's files. Raises UserError if one
+        cannot be used."""
         launch = Launch.read()
         device, data = prepare_device(config.train.device, launch), RunData.open(config)
         config = with_steps(config, data.store, launch.world_size)

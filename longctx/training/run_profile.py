@@ -1,5 +1,5 @@
-"""Hardware profile of a run: the one in the settings or the default of the device, scaled to the run's model and parallel
-sizes, with a printed line on the scaling.
+"""Hardware profile of a run: the one in the settings or the default of the device, scaled to the
+run's model and parallel sizes, with a printed line on the scaling.
 """
 
 import math
@@ -22,7 +22,12 @@ from longctx.parallel.mesh import gather_objects
 from longctx.planning.cost.scaling import arithmetic_said, scale
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
-from longctx.planning.hardware_profile import HardwareProfile, ProfileError, read_profile, shipped_profiles
+from longctx.planning.hardware_profile import (
+    HardwareProfile,
+    ProfileError,
+    read_profile,
+    shipped_profiles,
+)
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.training.metrics import gpu_kind
 from longctx.training.optimizer import OPTIMIZERS
@@ -31,13 +36,16 @@ from longctx.units import format_count
 UNKNOWN_GPU = "h100-nvlink-ib"
 """Profile of GPUs that no shipped profile is for."""
 FLOAT8_TIME = 0.6
-"""Time of linear layers with float8 products, relative to bfloat16, by half of the float8 runs in bench/published_runs.csv."""
+"""Time of linear layers with float8 products, relative to bfloat16, by half of the float8 runs in
+bench/published_runs.csv."""
 
 
 class Described(BaseModel):
-    """Model and machine that a profile's constants describe: its section `describes`, or `measured` by `longctx calibrate`.
+    """Model and machine that a profile's constants describe: its section `describes`, or `measured`
+    by `longctx calibrate`.
 
-    `memory_gb` is the memory of the GPU by its data sheet; with `from_data_sheets` nothing was measured.
+    `memory_gb` is the memory of the GPU by its data sheet; with `from_data_sheets` nothing was
+    measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -72,37 +80,54 @@ class Described(BaseModel):
         )
 
     def __str__(self) -> str:
-        split = f", tensor_parallel_size {self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
-        split += f", expert_parallel_size {self.expert_parallel_size}" * (self.expert_parallel_size > 1)
+        split = f", tensor_parallel_size {self.tensor_parallel_size}" * (
+            self.tensor_parallel_size > 1
+        )
+        split += f", expert_parallel_size {self.expert_parallel_size}" * (
+            self.expert_parallel_size > 1
+        )
         recompute = f", recompute {self.recompute}" * (self.recompute != "none")
         where = self.gpu or self.cpu or ("a GPU" if self.device == "cuda" else "a CPU")
         source = ", from data sheets, not measured" * self.from_data_sheets
-        return f"{format_count(self.model.spec.parameters)} parameters in {self.dtype} on {where}{recompute}{split}{source}"
+        return (
+            f"{format_count(self.model.spec.parameters)} parameters in {self.dtype} on "
+            f"{where}{recompute}{split}{source}"
+        )
 
 
 def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None]:
-    """Reads a profile and its description, None if it names no model. Raises ProfileError if they contradict each other."""
+    """Reads a profile and its description, None if it names no model. Raises ProfileError if they
+    contradict each other."""
     path, values = read_profile(name_or_path)
     profile = HardwareProfile.from_dict(values, source=str(path))
     section = "describes" if "describes" in values else "measured"
     content = values.get(section)
     if section == "measured":
         content = (
-            {name: content[name] for name in Described.model_fields if name in content} if isinstance(content, dict) else {}
+            {name: content[name] for name in Described.model_fields if name in content}
+            if isinstance(content, dict)
+            else {}
         )
         if "model" not in content:
             return profile, None
     try:
         described = Described.model_validate(content)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+        )
         raise ProfileError(f"{path}: section `{section}` is invalid: {wrong}") from error
     if described.model.vocab_size is None:
-        raise ProfileError(f"{path}: the model in `{section}` has no vocab_size, which linear_s_per_token depends on: add it")
+        raise ProfileError(
+            f"{path}: the model in `{section}` has no vocab_size, which linear_s_per_token depends "
+            "on: add it"
+        )
     if profile.kv_bytes_per_token != described.work.kv_bytes:
         raise ProfileError(
-            f"{path}: kv_bytes_per_token is {profile.kv_bytes_per_token:,}, but section `{section}` (model, dtype, recompute, "
-            f"keep_kv, tensor_parallel_size; by default none, false, 1) implies {described.work.kv_bytes:,}: correct one of "
+            f"{path}: kv_bytes_per_token is {profile.kv_bytes_per_token:,}, but section "
+            f"`{section}` (model, dtype, recompute, "
+            "keep_kv, tensor_parallel_size; by default none, false, 1) implies "
+            f"{described.work.kv_bytes:,}: correct one of "
             "the two, or measure again"
         )
     return profile, described
@@ -110,16 +135,19 @@ def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None
 
 @dataclass(frozen=True)
 class RunProfile:
-    """The profile of a run and its name, with `lines` to print on its scaling and on reasons to doubt it."""
+    """The profile of a run and its name, with `lines` to print on its scaling and on reasons to
+    doubt it."""
 
     name: str
     profile: HardwareProfile
     lines: tuple[str, ...]
 
     def agreed(self, group: dist.ProcessGroup) -> HardwareProfile:
-        """Returns the profile; on nodes with different numbers of ranks, with the largest number that divides all of them.
+        """Returns the profile; on nodes with different numbers of ranks, with the largest number
+        that divides all of them.
 
-        Collective in a gloo group of all ranks: raises ProfilesDiffer on every rank unless all have the same profile.
+        Collective in a gloo group of all ranks: raises ProfilesDiffer on every rank unless all have
+        the same profile.
         """
         gathered = gather_objects((self.name, self.profile), group)
         node = math.gcd(*(profile.ranks_per_node for _, profile in gathered))
@@ -127,8 +155,10 @@ class RunProfile:
         others = [rank for rank, (_, profile) in enumerate(gathered) if profile != gathered[0][1]]
         if others:
             raise ProfilesDiffer(
-                f"ranks have different profiles: rank 0 has {gathered[0][0]}, ranks {others} have {gathered[others[0]][0]}, or "
-                "another file of that name: set context.profile (profile inside a trainer), and use the same file on all nodes"
+                f"ranks have different profiles: rank 0 has {gathered[0][0]}, ranks {others} have "
+                f"{gathered[others[0]][0]}, or "
+                "another file of that name: set context.profile (profile inside a trainer), and "
+                "use the same file on all nodes"
             )
         return replace(self.profile, ranks_per_node=node)
 
@@ -140,31 +170,47 @@ class ProfilesDiffer(UserError):
 def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> RunProfile:
     """Returns the profile of a run on `ranks` processes, for the device of this process.
 
-    `vocab_size` is the size of the store's tokenizer; without it and model.vocab_size, that of the profile's model is used.
+    `vocab_size` is the size of the store's tokenizer; without it and model.vocab_size, that of the
+    profile's model is used.
     """
     return scaled_profile(config, config.model_source(vocab_size).spec, ranks)
 
 
-def scaled_profile(config: Config, spec: ModelSpec, ranks: int, *, queries_first: bool = False) -> RunProfile:
+def scaled_profile(
+    config: Config, spec: ModelSpec, ranks: int, *, queries_first: bool = False
+) -> RunProfile:
     """Returns the profile of a model on `ranks` processes, for the device of this process.
 
-    If a launcher started them on several nodes, the size of nodes is the real one, whatever the profile says. With
-    `queries_first`, as in transformers' own code, no query is computed while K and V travel.
+    If a launcher started them on several nodes, the size of nodes is the real one, whatever the
+    profile says. With `queries_first`, as in transformers' own code, no query is computed while K
+    and V travel.
     """
-    (device, gpu), asked, tensor = own_device(config), config.context.profile, config.parallel.tensor_parallel_size
+    (device, gpu), asked, tensor = (
+        own_device(config),
+        config.context.profile,
+        config.parallel.tensor_parallel_size,
+    )
     name = asked or default_profile(device.type, gpu)
     profile, described = read_described(name)
     profile = replace(profile, exchange_levels=2 if config.context.two_level_exchange else 1)
     if queries_first:
         profile = replace(profile, query_share=0.0)
-    known = profile.ranks_per_node * (tensor if described is None else described.tensor_parallel_size)
+    known = profile.ranks_per_node * (
+        tensor if described is None else described.tensor_parallel_size
+    )
     started = processes_per_node(ranks)
-    differs = f"nodes have {started} processes each, not {known} as in profile {name}: plan and exchange follow the nodes"
+    differs = (
+        f"nodes have {started} processes each, not {known} as in profile {name}: plan and "
+        "exchange follow the nodes"
+    )
     lines = [differs] * (started not in (None, known))
-    # In a pipeline a domain may begin or end inside a node: then its nodes are the parts that are all of one domain.
+    # In a pipeline a domain may begin or end inside a node: then its nodes are the parts that are
+    # all of one domain.
     node = None if started is None else math.gcd(started, ranks // config.pipeline.ranks)
     if described is None:
-        profile = profile if node is None else replace(profile, ranks_per_node=max(1, node // tensor))
+        profile = (
+            profile if node is None else replace(profile, ranks_per_node=max(1, node // tensor))
+        )
         return _unscaled(name, profile, *lines)
     spec = _with_vocabulary(spec, described)
     work = work_of(
@@ -184,53 +230,82 @@ def scaled_profile(config: Config, spec: ModelSpec, ranks: int, *, queries_first
     scaled = _scaled(name, profile, described, work, "this run", node)
     if config.train.float8 is not None:
         scaled = replace(scaled, profile=in_float8(scaled.profile))
-        lines.append(f"products in float8 are taken to take {FLOAT8_TIME:.0%} of the time of {config.dtype}")
+        lines.append(
+            f"products in float8 are taken to take {FLOAT8_TIME:.0%} of the time of {config.dtype}"
+        )
     optimizer = config.optimizer.name
     operations, numbers = OPTIMIZERS[optimizer].step_work(spec, ranks)
     if operations and optimizer != described.optimizer:
-        s_per_operation = scaled.profile.linear_s_per_token / (6 * work.computed)  # three passes of one product and one sum
-        updates_s = operations * s_per_operation + 4 * numbers / scaled.profile.inter_node_bytes_per_s
-        scaled = replace(scaled, profile=replace(scaled.profile, step_s=scaled.profile.step_s + updates_s))
-        lines.append(f"updates by {optimizer} take {updates_s:.3g} s of a step, by the speed of the model's products")
+        # Three passes of one product and one sum.
+        s_per_operation = scaled.profile.linear_s_per_token / (6 * work.computed)
+        updates_s = (
+            operations * s_per_operation + 4 * numbers / scaled.profile.inter_node_bytes_per_s
+        )
+        scaled = replace(
+            scaled, profile=replace(scaled.profile, step_s=scaled.profile.step_s + updates_s)
+        )
+        lines.append(
+            f"updates by {optimizer} take {updates_s:.3g} s of a step, by the speed of the model's "
+            "products"
+        )
     doubts = _doubts(name, described, device.type, gpu, config.dtype, default=asked is None)
     return replace(scaled, lines=(*scaled.lines, *lines, *doubts))
 
 
 def in_float8(profile: HardwareProfile) -> HardwareProfile:
-    """Returns a profile whose linear layers take `FLOAT8_TIME` of their time, and hide as much of the exchange less."""
+    """Returns a profile whose linear layers take `FLOAT8_TIME` of their time, and hide as much of
+    the exchange less."""
     return replace(profile, linear_s_per_token=FLOAT8_TIME * profile.linear_s_per_token)
 
 
 def preset_profile(
-    name: str, preset: str | None = None, pipeline: Pipeline = NO_PIPELINE, domain: int = 1, tokens_per_rank: int = 1
+    name: str,
+    preset: str | None = None,
+    pipeline: Pipeline = NO_PIPELINE,
+    domain: int = 1,
+    tokens_per_rank: int = 1,
 ) -> RunProfile:
-    """Returns the profile for planning without a run, scaled to a preset (None: the profile's own model)."""
+    """Returns the profile for planning without a run, scaled to a preset (None: the profile's own
+    model)."""
     profile, described = read_described(name)
     if described is None:
         return _unscaled(name, profile)
-    spec = _with_vocabulary((described.model if preset is None else ModelSection(preset=preset).sizes()).spec, described)
+    spec = _with_vocabulary(
+        (described.model if preset is None else ModelSection(preset=preset).sizes()).spec, described
+    )
     if pipeline.stages > len(spec.layers):
         raise UserError(
-            f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} has only {len(spec.layers)} "
+            f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} "
+            f"has only {len(spec.layers)} "
             "layers: use fewer pipeline ranks or chunks, or another --model"
         )
     gpus = domain * pipeline.ranks * described.tensor_parallel_size
     work = described.work_of(spec, pipeline=pipeline, tokens_per_rank=tokens_per_rank, gpus=gpus)
     what = (preset or "its model") + " in a pipeline" * (pipeline.ranks > 1)
     scaled = _scaled(name, profile, described, work, what)
-    return scaled if scaled.profile == profile else replace(scaled, name=f"{name}, scaled to {what}")
+    return (
+        scaled if scaled.profile == profile else replace(scaled, name=f"{name}, scaled to {what}")
+    )
 
 
 def own_device(config: Config) -> tuple[torch.device, str | None]:
-    """Returns the device of this process, and the name of its GPU; None without one, or if none is here."""
+    """Returns the device of this process, and the name of its GPU; None without one, or if none is
+    here."""
     device = choose_device(config.train.device, 0)
-    return device, torch.cuda.get_device_name() if device.type == "cuda" and torch.cuda.is_available() else None
+    return (
+        device,
+        torch.cuda.get_device_name()
+        if device.type == "cuda" and torch.cuda.is_available()
+        else None,
+    )
 
 
 def default_profile(device: str, gpu: str | None) -> str:
-    """Returns the name of the default profile for a device type, and for the name `gpu` of a GPU if known.
+    """Returns the name of the default profile for a device type, and for the name `gpu` of a GPU if
+    known.
 
-    That of a GPU is the shipped one whose GPU is in the name, the longest if several are; `UNKNOWN_GPU` if none is.
+    That of a GPU is the shipped one whose GPU is in the name, the longest if several are;
+    `UNKNOWN_GPU` if none is.
     """
     if device != "cuda":
         return "cpu-2core"
@@ -241,7 +316,11 @@ def default_profile(device: str, gpu: str | None) -> str:
 
 
 def _with_vocabulary(spec: ModelSpec, described: Described) -> ModelSpec:
-    return spec if spec.vocab_size is not None else replace(spec, vocab_size=described.model.vocab_size)
+    return (
+        spec
+        if spec.vocab_size is not None
+        else replace(spec, vocab_size=described.model.vocab_size)
+    )
 
 
 def _unscaled(name: str, profile: HardwareProfile, *lines: str) -> RunProfile:
@@ -249,7 +328,12 @@ def _unscaled(name: str, profile: HardwareProfile, *lines: str) -> RunProfile:
 
 
 def _scaled(
-    name: str, profile: HardwareProfile, described: Described, work: RankWork, what: str, node: int | None = None
+    name: str,
+    profile: HardwareProfile,
+    described: Described,
+    work: RankWork,
+    what: str,
+    node: int | None = None,
 ) -> RunProfile:
     try:
         scaled = scale(profile, described.work, work, node)
@@ -260,14 +344,32 @@ def _scaled(
     return RunProfile(name, scaled, (f"profile {name} ({described}): {done}",))
 
 
-def _doubts(name: str, described: Described, device: str, gpu: str | None, dtype: str, default: bool) -> list[str]:
-    """Returns warnings if predicted times may be far off, as speeds are not scaled to other devices or dtypes."""
-    doubts, fix = [], "speeds are not scaled, so predicted times are unreliable: measure a profile with `longctx calibrate`"
+def _doubts(
+    name: str, described: Described, device: str, gpu: str | None, dtype: str, default: bool
+) -> list[str]:
+    """Returns warnings if predicted times may be far off, as speeds are not scaled to other devices
+    or dtypes."""
+    doubts, fix = (
+        [],
+        "speeds are not scaled, so predicted times are unreliable: measure a profile with `longctx "
+        "calibrate`",
+    )
     if described.device != device:
         doubts.append(f"profile {name} is for {described.device}, but this run is on {device}")
-    elif described.gpu and gpu and (gpu_kind(described.gpu) or described.gpu) != (gpu_kind(gpu) or gpu):
-        unknown = f"no shipped profile is for {gpu}: {name}, which is for {described.gpu}, is used instead"
-        doubts.append(unknown if default else f"profile {name} is for {described.gpu}, but this run is on {gpu}")
+    elif (
+        described.gpu
+        and gpu
+        and (gpu_kind(described.gpu) or described.gpu) != (gpu_kind(gpu) or gpu)
+    ):
+        unknown = (
+            f"no shipped profile is for {gpu}: {name}, which is for {described.gpu}, is used "
+            "instead"
+        )
+        doubts.append(
+            unknown
+            if default
+            else f"profile {name} is for {described.gpu}, but this run is on {gpu}"
+        )
     if described.dtype != dtype:
         doubts.append(f"profile {name} is for {described.dtype}, but this run computes in {dtype}")
     return [f"warning: {doubt}; {fix}" for doubt in doubts]

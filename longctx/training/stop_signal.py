@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 
 class StopSignal:
-    """Records SIGTERM or SIGINT, while installed, so that the run can write a checkpoint after the step and stop.
+    """Records SIGTERM or SIGINT, while installed, so that the run can write a checkpoint after the
+    step and stop.
 
     Attributes:
         number: the signal; SIGTERM if another process received it.
@@ -19,9 +20,11 @@ class StopSignal:
     @classmethod
     @contextmanager
     def installed(cls, *, interrupts: bool = False) -> Iterator["StopSignal"]:
-        """Makes SIGTERM set `received` instead of ending the process; with `interrupts` also the first SIGINT.
+        """Makes SIGTERM set `received` instead of ending the process; with `interrupts` also the
+        first SIGINT.
 
-        Afterwards signals do what they did before. In a thread that is not the main one no signal can be received, and none is.
+        Afterwards signals do what they did before. In a thread that is not the main one no signal
+        can be received, and none is.
         """
         stop = cls()
         if not _is_main_thread():
@@ -45,7 +48,8 @@ class StopSignal:
     def _receive(self, number: int, frame: object) -> None:
         self.received, self.number = True, signal.Signals(number)
         if number == signal.SIGINT:
-            self.release_interrupts()  # a second SIGINT ends the process without waiting for the step
+            # A second SIGINT ends the process without waiting for the step.
+            self.release_interrupts()
 
 
 def _is_main_thread() -> bool:

@@ -14,23 +14,28 @@ from longctx.units import whole_number
 
 
 def parse_steps(text: str) -> range:
-    """Parses `10:12` as steps 10, 11 and 12, and `10` as that step. Raises UserError for anything else."""
+    """Parses `10:12` as steps 10, 11 and 12, and `10` as that step. Raises UserError for anything
+    else."""
     first, colon, last = text.partition(":")
     start, end = whole_number(first), whole_number(last if colon else first)
     if start and end and start <= end:
         return range(start, end + 1)
-    raise UserError(f"--trace-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1")
+    raise UserError(
+        f"--trace-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1"
+    )
 
 
 def micro_batch_name(batch: StepBatch, number: int) -> str:
-    """Names a micro-batch by its number and its longest document; micro-batches after the plan's last one are empty."""
+    """Names a micro-batch by its number and its longest document; micro-batches after the plan's
+    last one are empty."""
     if number >= len(batch.plan.micro_batches):
         return f"micro-batch {number}, empty"
     placements = batch.plan.micro_batches[number]
     longest = max(placements, key=lambda placement: batch.plan.lengths[placement.document])
     tokens = batch.plan.lengths[longest.document]
     return (
-        f"micro-batch {number}, longest of {len(placements)} documents: {batch.documents[longest.document]} ({tokens} tokens "
+        f"micro-batch {number}, longest of {len(placements)} documents: "
+        f"{batch.documents[longest.document]} ({tokens} tokens "
         f"on {longest.degree} ranks)"
     )
 
@@ -38,17 +43,26 @@ def micro_batch_name(batch: StepBatch, number: int) -> str:
 class Tracer:
     """Profiles a range of steps and writes `rank-NNN.json` into a folder after the last one.
 
-    As a context manager it also writes when a run ends within the range. A run that fails writes nothing.
+    As a context manager it also writes when a run ends within the range. A run that fails writes
+    nothing.
     """
 
     def __init__(self, steps: range, folder: Path, rank: int, model: Model) -> None:
-        self.steps, self.rank, self.path, self.model = steps, rank, folder / f"rank-{rank:03d}.json", model
+        self.steps, self.rank, self.path, self.model = (
+            steps,
+            rank,
+            folder / f"rank-{rank:03d}.json",
+            model,
+        )
         self.running: profile | None = None
 
     def before(self, step: int) -> None:
-        """Starts the profiler before the first step of the range. A run that resumes within the range starts there."""
+        """Starts the profiler before the first step of the range. A run that resumes within the
+        range starts there."""
         if step in self.steps and self.running is None:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            activities = [ProfilerActivity.CPU] + [
+                ProfilerActivity.CUDA
+            ] * torch.cuda.is_available()
             self.running = profile(activities=activities)
             self.running.start()
             self.hooks = [hook for block in self.model.layers for hook in _named(block)]

@@ -1,4 +1,5 @@
-"""Trainer: the training loop, from plans to optimizer steps. `Trainer.step` shows one step on one screen."""
+"""Trainer: the training loop, from plans to optimizer steps. `Trainer.step` shows one step on one
+screen."""
 
 import gc
 import math
@@ -24,7 +25,14 @@ from longctx.training import agreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.health import FiniteLoss, NonFiniteLoss
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
-from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
+from longctx.training.optimizer import (
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+    norm_of,
+    set_learning_rate,
+    sum_of_squares,
+)
 from longctx.training.passes import Passes
 from longctx.training.saved import checkpoint
 from longctx.training.saved.run_folder import BEST
@@ -35,7 +43,8 @@ from longctx.training.validation import Validator
 
 
 class Trainer:
-    """A run on one rank. `training.assembly` gives it what a run has beside model, optimizer and loader.
+    """A run on one rank. `training.assembly` gives it what a run has beside model, optimizer and
+    loader.
 
     Attributes:
         validator, log, tracer: what validates, logs and traces steps; None for none.
@@ -46,7 +55,13 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, source: ModelSource, loader: Loader | None = None, *, stop: StopSignal | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        source: ModelSource,
+        loader: Loader | None = None,
+        *,
+        stop: StopSignal | None = None,
     ) -> None:
         """Builds a model with its initial weights and its optimizer. Collective.
 
@@ -72,11 +87,13 @@ class Trainer:
             beside=config.checkpoint.asynchronous,
             local_ranks=Launch.read().local_world_size,
         )
-        self._agreed: float | None = None  # first bits of the hash of the next step's plan, if all ranks have told theirs
+        # First bits of the hash of the next step's plan, if all ranks have told theirs.
+        self._agreed: float | None = None
         self._written = True  # whether `saver.advance` would not wait
 
     def train(self) -> bool:
-        """Runs to the last step. Returns False if a signal stopped the run before, after a checkpoint if the run writes any."""
+        """Runs to the last step. Returns False if a signal stopped the run before, after a
+        checkpoint if the run writes any."""
         if self.mesh.peers is not None:
             self.mesh.peers.position = self.position
         try:
@@ -86,7 +103,11 @@ class Trainer:
 
     def _train(self) -> bool:
         assert self.loader is not None
-        with self.loader, closing(self.log) if self.log else nullcontext(), self.tracer or nullcontext():
+        with (
+            self.loader,
+            closing(self.log) if self.log else nullcontext(),
+            self.tracer or nullcontext(),
+        ):
             first = self.steps_done + 1
             while self.steps_done < self.config.train.steps:
                 try:
@@ -96,14 +117,19 @@ class Trainer:
                 except NonFiniteLoss:  # raised on every rank
                     self.saver.finish()
                     raise
-                if self.steps_done == first:  # later collections skip what exists now: while one rank collects, all wait
+                # Later collections skip what exists now: while one rank collects, all wait.
+                if self.steps_done == first:
                     gc.collect()
                     gc.freeze()
                 if self._written:
                     self.saver.advance()
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
-                improved, last, every = False, self.steps_done == self.config.train.steps, self.config.checkpoint.every
+                improved, last, every = (
+                    False,
+                    self.steps_done == self.config.train.steps,
+                    self.config.checkpoint.every,
+                )
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
                     validation = self.validator.validate()
@@ -111,7 +137,9 @@ class Trainer:
                     improved = self._improves(validation["validation_loss"])
                 if self.log is not None:
                     self.log.write(metrics)
-                if every is not None and (last or self.stopping or improved or self.steps_done % every == 0):
+                if every is not None and (
+                    last or self.stopping or improved or self.steps_done % every == 0
+                ):
                     self.save(wait=last or self.stopping)
                 if self.stopping and not last:
                     return False
@@ -119,11 +147,18 @@ class Trainer:
 
     def _is_validated(self, last: bool) -> bool:
         every = self.config.eval.every
-        return every is not None and not (self.stopping and not last) and (last or self.steps_done % every == 0)
+        return (
+            every is not None
+            and not (self.stopping and not last)
+            and (last or self.steps_done % every == 0)
+        )
 
     def _improves(self, loss: float) -> bool:
-        """Notes a validation loss. Returns whether it is the lowest so far, and the best checkpoint is to be kept."""
-        if not self.config.checkpoint.best or not loss < (math.inf if self.best is None else self.best["loss"]):
+        """Notes a validation loss. Returns whether it is the lowest so far, and the best checkpoint
+        is to be kept."""
+        if not self.config.checkpoint.best or not loss < (
+            math.inf if self.best is None else self.best["loss"]
+        ):
             return False
         self.best = {"step": self.steps_done, "loss": loss}
         return True
@@ -133,7 +168,8 @@ class Trainer:
         return f"step {self.steps_done + 1}, {self.passes.position()}"
 
     def step(self, batch: StepBatch | None = None) -> StepMetrics:
-        """Runs one optimizer step over the whole domain, on the loader's next batch unless `batch` is given. Collective.
+        """Runs one optimizer step over the whole domain, on the loader's next batch unless `batch`
+        is given. Collective.
 
         Every rank gives its own share of a batch.
         """
@@ -156,7 +192,9 @@ class Trainer:
         copy = passes.pipeline.tied_copy if passes.pipeline is not None else None
         passes.begin("gradient norm")
         with passes.clock.span(OPTIMIZER):
-            squares = sum_of_squares(p.grad for p in self.model.parameters() if p is not copy and p.grad is not None)
+            squares = sum_of_squares(
+                p.grad for p in self.model.parameters() if p is not copy and p.grad is not None
+            )
         ranks = self._gather(batch, losses, squares)
         grad_norm = norm_of(ranks["squares"])
         loss = ranks["loss"].sum().item()
@@ -166,7 +204,9 @@ class Trainer:
         passes.begin("optimizer")
         with record_function("optimizer"), passes.clock.span(OPTIMIZER):
             if updates:
-                clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, grad_norm)
+                clip_gradients(
+                    self.model.parameters(), self.config.optimizer.clip_grad_norm, grad_norm
+                )
                 self.optimizer.step()
                 passes.balance.move_biases()
             self.optimizer.zero_grad()
@@ -175,18 +215,28 @@ class Trainer:
             agreement.require_same_copies(self.model, batch.step, self.mesh.control)
         self.stopping, self._written = bool(ranks["stop"].any()), bool(ranks["written"].all())
         seconds = time.perf_counter() - started
-        known = {"grad_norm": grad_norm, "lr": rate, "mfu": self._utilisation(batch, seconds), "skipped": not updates}
-        return replace(StepMetrics.of(batch, ranks, seconds, **known), loss=loss if batch.target_tokens else math.nan)
+        known = {
+            "grad_norm": grad_norm,
+            "lr": rate,
+            "mfu": self._utilisation(batch, seconds),
+            "skipped": not updates,
+        }
+        return replace(
+            StepMetrics.of(batch, ranks, seconds, **known),
+            loss=loss if batch.target_tokens else math.nan,
+        )
 
     def save(self, *, wait: bool = True) -> Path:
-        """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective.
+        """Writes a checkpoint of the current step, after a check of copies. Returns its folder.
+        Collective.
 
         Without `wait` it is published during later steps, by `saver.advance`.
         """
         self.passes.begin(f"checkpoint of step {self.steps_done}")
         if self.steps_done % agreement.EVERY:  # otherwise the step has compared them
             agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
-        longest = {"max_length": self.config.max_length(self.mesh.world_size)}  # all that is known without a loader
+        # All that is known without a loader.
+        longest = {"max_length": self.config.max_length(self.mesh.world_size)}
         data = longest if self.loader is None else self.loader.state_dict()
         state: dict[str, Any] = {
             "step": self.steps_done,
@@ -203,7 +253,8 @@ class Trainer:
         return folder
 
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
-        """Returns the model FLOP utilization of a step; None if the devices' peak FLOP/s is not known."""
+        """Returns the model FLOP utilization of a step; None if the devices' peak FLOP/s is not
+        known."""
         peak, device = self.config.train.peak_flops, self.mesh.device
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device), self.config.dtype)
@@ -213,11 +264,15 @@ class Trainer:
         flops = model_flops(self.model.spec, plan.lengths, plan.trees)
         return flops / (seconds * peak * self.mesh.world_size)
 
-    def _gather(self, batch: StepBatch, losses: torch.Tensor, squares: float) -> dict[str, torch.Tensor]:
-        """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once.
+    def _gather(
+        self, batch: StepBatch, losses: torch.Tensor, squares: float
+    ) -> dict[str, torch.Tensor]:
+        """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor
+        ranks count tokens once.
 
-        It is the only gather of a step over all processes if the next step is prepared on every rank, as the plan's hash comes
-        along; otherwise the next step compares the hashes itself. Each takes 0.1 s at a thousand ranks, with idle GPUs.
+        It is the only gather of a step over all processes if the next step is prepared on every
+        rank, as the plan's hash comes along; otherwise the next step compares the hashes itself.
+        Each takes 0.1 s at a thousand ranks, with idle GPUs.
         """
         passes, counts = self.passes, self.mesh.counts
         spent = passes.clock.take()
@@ -227,7 +282,9 @@ class Trainer:
             "squares": squares,
             "plan": math.nan if next_hash is None else number_of(next_hash),
             "loss": float(losses.double().sum()) if counts else 0.0,
-            "rows": float(sum(micro_batch.rows for micro_batch in batch.micro_batches)) if counts else 0.0,
+            "rows": float(sum(micro_batch.rows for micro_batch in batch.micro_batches))
+            if counts
+            else 0.0,
             "bubble_share": idle_share,
             "data_wait_s": batch.data_wait_s,
             "attention_s": spent[ATTENTION],
@@ -246,7 +303,8 @@ class Trainer:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes: of the CUDA allocator, or resident memory on a CPU."""
+    """Returns the peak memory of this process in bytes: of the CUDA allocator, or resident memory
+    on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

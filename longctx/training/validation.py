@@ -1,7 +1,8 @@
-"""Validation: the loss of documents that are not trained on, with the same planner, attention and head as training.
+"""Validation: the loss of documents that are not trained on, with the same planner, attention and
+head as training.
 
-A pass covers all documents once, in the order of the store. It draws no random numbers and does not touch the loader of the
-run, so that training continues bit by bit as without it.
+A pass covers all documents once, in the order of the store. It draws no random numbers and does not
+touch the loader of the run, so that training continues bit by bit as without it.
 """
 
 import time
@@ -43,16 +44,28 @@ class Documents:
 
     @classmethod
     def choose(
-        cls, config: Config, store: Store, max_length: int, first: int | None = None, held_out_share: float | None = None
+        cls,
+        config: Config,
+        store: Store,
+        max_length: int,
+        first: int | None = None,
+        held_out_share: float | None = None,
     ) -> "Documents":
-        """Chooses the `first` documents of a store (None: all); with `held_out_share` only held-out documents.
+        """Chooses the `first` documents of a store (None: all); with `held_out_share` only held-out
+        documents.
 
-        Raises UserError if there are none, or if some are too long and `data.long_documents` is error.
+        Raises UserError if there are none, or if some are too long and `data.long_documents` is
+        error.
         """
-        chosen = np.ones(len(store), np.bool_) if held_out_share is None else held_out(store.names, held_out_share)
+        chosen = (
+            np.ones(len(store), np.bool_)
+            if held_out_share is None
+            else held_out(store.names, held_out_share)
+        )
         if not chosen.any():
             raise UserError(
-                f"data.held_out is {held_out_share}, which holds out no document of {store.said} ({len(store):,}): raise it"
+                f"data.held_out is {held_out_share}, which holds out no document of {store.said} "
+                f"({len(store):,}): raise it"
             )
         if first is not None:
             chosen &= np.cumsum(chosen) <= first
@@ -90,17 +103,22 @@ def in_steps(pieces: Iterable[Piece], tokens: int) -> Iterator[list[Piece]]:
 
 
 def validation_documents(config: Config, data: RunData, max_length: int) -> Documents:
-    """Returns the validation documents of a run: those of eval.store, otherwise the held-out documents of its own store.
+    """Returns the validation documents of a run: those of eval.store, otherwise the held-out
+    documents of its own store.
 
     Raises UserError if there are none, or if they were made with another tokenizer.
     """
     training, store = data.store, data.validation
     if store is None:
-        return Documents.choose(config, training, max_length, config.eval.documents, config.data.held_out)
+        return Documents.choose(
+            config, training, max_length, config.eval.documents, config.data.held_out
+        )
     if store.tokenizer.fingerprint != training.tokenizer.fingerprint:
         raise UserError(
-            f"eval.store {config.eval.store} was made with another tokenizer than {config.data.said}: prepare it "
-            f"with the same tokenizer (`longctx prepare --tokenizer {shell(training.path / 'tokenizer.json')}`)"
+            f"eval.store {config.eval.store} was made with another tokenizer than "
+            f"{config.data.said}: prepare it "
+            "with the same tokenizer (`longctx prepare --tokenizer "
+            f"{shell(training.path / 'tokenizer.json')}`)"
         )
     return Documents.choose(config, store, max_length, config.eval.documents)
 
@@ -112,16 +130,27 @@ class Validator:
     planner: Planner
 
     def validate(self) -> dict[str, Any]:
-        """Returns numbers of `StepMetrics`, with the mean loss over all targets, the same on each rank. Collective."""
+        """Returns numbers of `StepMetrics`, with the mean loss over all targets, the same on each
+        rank. Collective."""
         began = time.perf_counter()
         mesh, total, divisor, targets = self.passes.mesh, 0.0, 0.0, 0
         for batch in self.documents.steps(self.planner, mesh):
             values, weights = self.passes.look(batch), token_mean(batch)
             for number, value in enumerate(values if mesh.counts else ()):
                 of_tokens = None if weights.tokens is None else weights.tokens[number]
-                total -= float((value.double() if of_tokens is None else value.double() * of_tokens.to(value.device)).sum())
+                total -= float(
+                    (
+                        value.double()
+                        if of_tokens is None
+                        else value.double() * of_tokens.to(value.device)
+                    ).sum()
+                )
             targets += batch.target_tokens
             divisor += batch.target_weight
         loss = float(mesh.gather([total]).sum()) / (divisor or 1.0)
         self.passes.end_looking()
-        return {"validation_loss": loss, "validation_tokens": targets, "validation_s": time.perf_counter() - began}
+        return {
+            "validation_loss": loss,
+            "validation_tokens": targets,
+            "validation_s": time.perf_counter() - began,
+        }

@@ -1,1 +1,2 @@
-"""Looks for faults: mutated inputs, killed ranks, failing machines. `evidence.py` and tests drive it."""
+"""Looks for faults: mutated inputs, killed ranks, failing machines. `evidence.py` and tests drive
+it."""

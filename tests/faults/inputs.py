@@ -1,8 +1,9 @@
-"""Mutated inputs: settings, YAML, overrides, lengths, profiles, corpora, stores and runs with mistakes, given to the commands.
+"""Mutated inputs: settings, YAML, overrides, lengths, profiles, corpora, stores and runs with
+mistakes, given to the commands.
 
-Whatever is wrong with an input, a command must end with a message and not with a traceback, and within seconds. A case depends
-only on its kind, the seed and its number. `tests/test_fuzz_inputs.py` runs some, `python -m tests.faults.evidence inputs`
-counts many.
+Whatever is wrong with an input, a command must end with a message and not with a traceback, and
+within seconds. A case depends only on its kind, the seed and its number.
+`tests/test_fuzz_inputs.py` runs some, `python -m tests.faults.evidence inputs` counts many.
 """
 
 import contextlib
@@ -40,15 +41,31 @@ FULL = {
 }
 """Cases of each kind in the long form."""
 TINY = (
-    "--model.hidden_size=32 --model.intermediate_size=64 --model.num_hidden_layers=1 --model.num_attention_heads=2 "
-    "--model.num_key_value_heads=1 --model.head_dim=16 --model.vocab_size=257 --batch.global_tokens=2000 "
+    "--model.hidden_size=32 --model.intermediate_size=64 --model.num_hidden_layers=1 "
+    "--model.num_attention_heads=2 "
+    "--model.num_key_value_heads=1 --model.head_dim=16 --model.vocab_size=257 "
+    "--batch.global_tokens=2000 "
     "--batch.tokens_per_rank=2000 --train.steps=2 --checkpoint.every=1 --train.device=cpu"
 )
 LIMIT_S = 5
 LONGEST_MESSAGE = 4000
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-KEYS: tuple[Any, ...] = (8192, -1, 1.5, True, None, "", "8192", "mode", "steps", "größe", "a.b", "\x00", "x" * 5000)
+KEYS: tuple[Any, ...] = (
+    8192,
+    -1,
+    1.5,
+    True,
+    None,
+    "",
+    "8192",
+    "mode",
+    "steps",
+    "größe",
+    "a.b",
+    "\x00",
+    "x" * 5000,
+)
 # fmt: off
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 17, 1 << 20, 17179869184, (1 << 40) + 1, 1 << 63, -(1 << 63), 10**400, 0.5, -0.1,
@@ -70,7 +87,8 @@ SNIPPETS = (
 
 @dataclass
 class Tally:
-    """Counts of one kind of input. `failures` has a line for every traceback, slow case and long message."""
+    """Counts of one kind of input. `failures` has a line for every traceback, slow case and long
+    message."""
 
     tried: int = 0
     refused: int = 0
@@ -92,7 +110,8 @@ def run_case(argv: list[str], tally: Tally, name: str) -> None:
         raise TooSlow
 
     previous = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # of this process: other work on the machine does not count
+    # Of this process: other work on the machine does not count.
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     began = time.process_time()
     status, wrong = 0, ""
     try:
@@ -127,28 +146,65 @@ def run_case(argv: list[str], tally: Tally, name: str) -> None:
 
 
 class Fuzzer:
-    """Makes and runs the cases of every kind. `folder` gets a store, and the file of the current case."""
+    """Makes and runs the cases of every kind. `folder` gets a store, and the file of the current
+    case."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.folder, self.seed = folder, seed
-        texts = [{"text": "lorem ipsum dolor sit amet " * count} for count in (1, 3, 10, 30, 100, 300, 2, 5)]
+        texts = [
+            {"text": "lorem ipsum dolor sit amet " * count}
+            for count in (1, 3, 10, 30, 100, 300, 2, 5)
+        ]
         source = folder / "source.jsonl"
         source.write_text("".join(json.dumps(text) + "\n" for text in texts), "utf-8")
         self.store = folder / "store"
         with contextlib.redirect_stdout(io.StringIO()):
-            assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(self.store)]) == 0
+            assert (
+                main(
+                    [
+                        "prepare",
+                        "--source",
+                        str(source),
+                        "--tokenizer",
+                        "bytes",
+                        "--out",
+                        str(self.store),
+                    ]
+                )
+                == 0
+            )
             # Imports what the commands import, outside the time limit of a case.
             assert main(["train", "--dry-run", "--gpus", "2", "--data.store", str(self.store)]) == 0
             self.trained = folder / "run"
-            assert main(["train", *TINY.split(), f"--data.store={self.store}", f"--train.run_dir={self.trained}"]) == 0
+            assert (
+                main(
+                    [
+                        "train",
+                        *TINY.split(),
+                        f"--data.store={self.store}",
+                        f"--train.run_dir={self.trained}",
+                    ]
+                )
+                == 0
+            )
         self.settings = self._settings()
         self.profile = yaml.safe_load((EXAMPLES / "slow_network.yaml").read_text("utf-8"))
         self.records = [
             {"text": "lorem ipsum " * 9},
-            {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]},
+            {
+                "messages": [
+                    {"role": "user", "content": "Hello"},
+                    {"role": "assistant", "content": "Hi."},
+                ]
+            },
             {"instruction": "Add", "input": "2 + 3", "output": "5", "weight": 2},
             {"prompt": "Hello", "completion": "Hi."},
-            {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]},
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hello"},
+                    {"from": "gpt", "value": "Hi."},
+                ]
+            },
         ]
 
     def run(self, kind: str, count: int) -> Tally:
@@ -162,12 +218,20 @@ class Fuzzer:
         return tally
 
     def _settings(self) -> list[dict[str, Any]]:
-        """Returns valid settings to mutate: the examples, on the small store, and one with every setting."""
+        """Returns valid settings to mutate: the examples, on the small store, and one with every
+        setting."""
         texts = [path.read_text("utf-8") for path in sorted(EXAMPLES.glob("*.yaml"))]
-        found = [yaml.safe_load(text) for text in texts if "\ntrain:" in text and "from_pretrained:" not in text]
+        found = [
+            yaml.safe_load(text)
+            for text in texts
+            if "\ntrain:" in text and "from_pretrained:" not in text
+        ]
         everything = plain(Config().model_dump())
         assert isinstance(everything, dict)
-        everything["stages"] = [{"steps": 60, "data": {"max_length": 500}}, {"steps": 40, "batch": {"global_tokens": 9000}}]
+        everything["stages"] = [
+            {"steps": 60, "data": {"max_length": 500}},
+            {"steps": 40, "batch": {"global_tokens": 9000}},
+        ]
         for settings in (*found, everything):
             settings.setdefault("data", {})["store"] = str(self.store)
             settings.setdefault("model", {})["from_pretrained"] = None
@@ -181,7 +245,9 @@ class Fuzzer:
         return self._dry_run(rng, dumped(settings).encode("utf-8", "surrogatepass"))
 
     def yaml_text(self, rng: random.Random) -> list[str]:
-        return self._dry_run(rng, mutated_text(yaml.safe_dump(rng.choice(self.settings), sort_keys=False), rng))
+        return self._dry_run(
+            rng, mutated_text(yaml.safe_dump(rng.choice(self.settings), sort_keys=False), rng)
+        )
 
     def override(self, rng: random.Random) -> list[str]:
         overrides = []
@@ -189,7 +255,13 @@ class Fuzzer:
             name = rng.choice(list(SETTINGS))
             if rng.random() < 0.3:
                 name = mutated_word(name, rng)
-            value = rng.choice((dumped(rng.choice(VALUES), flow=True), rng.choice(SNIPPETS), str(rng.randint(-3, 99))))
+            value = rng.choice(
+                (
+                    dumped(rng.choice(VALUES), flow=True),
+                    rng.choice(SNIPPETS),
+                    str(rng.randint(-3, 99)),
+                )
+            )
             overrides.append(f"--{name}={value}" if rng.random() < 0.7 else f"--{name}")
             if "=" not in overrides[-1]:
                 overrides.append(value)
@@ -204,18 +276,50 @@ class Fuzzer:
         lines = [str(rng.choice((1, 17, 500, 8192, 30000))) for _ in range(rng.randint(1, 40))]
         path = self.folder / "lengths.txt"
         for _ in range(rng.choice((0, 1, 1, 2))):
-            odd = ("0", "-1", "1.5", "1e3", "٣", "9" * 5000, "1 2", "#", "", "nan", "0x10", "1_000", str(10**18), str(1 << 40))
+            odd = (
+                "0",
+                "-1",
+                "1.5",
+                "1e3",
+                "٣",
+                "9" * 5000,
+                "1 2",
+                "#",
+                "",
+                "nan",
+                "0x10",
+                "1_000",
+                str(10**18),
+                str(1 << 40),
+            )
             lines.insert(rng.randrange(len(lines) + 1), rng.choice(odd))
         content = "\n".join(lines)
         path.write_bytes(mutated_text(content, rng) if rng.random() < 0.5 else content.encode())
         ranks = (
-            rng.choice(("0", "-1", "x", "1048576", str(1 << 70))) if rng.random() < 0.1 else rng.choice(("1", "3", "4", "64"))
+            rng.choice(("0", "-1", "x", "1048576", str(1 << 70)))
+            if rng.random() < 0.1
+            else rng.choice(("1", "3", "4", "64"))
         )
         tokens = rng.choice(("8192", "8192", "8192", "1", "7"))
         more = rng.choice(
-            ([], ["--bins", "8192:1,32768:4"], ["--mode", "bins"], ["--mode", "static", "--degree", "2"], ["--json"])
+            (
+                [],
+                ["--bins", "8192:1,32768:4"],
+                ["--mode", "bins"],
+                ["--mode", "static", "--degree", "2"],
+                ["--json"],
+            )
         )
-        return ["plan", "--lengths", str(path), "--ranks", ranks, "--tokens-per-rank", tokens, *more]
+        return [
+            "plan",
+            "--lengths",
+            str(path),
+            "--ranks",
+            ranks,
+            "--tokens-per-rank",
+            tokens,
+            *more,
+        ]
 
     def hardware_profile(self, rng: random.Random) -> list[str]:
         values = copy.deepcopy(self.profile)
@@ -229,20 +333,38 @@ class Fuzzer:
         (self.folder / "lengths.txt").write_text("100\n20000\n300\n8000\n", "utf-8")
         model = rng.choice(([], ["--model", "llama-3.1-8b"], ["--pipeline-ranks", "2"]))
         tokens = ["--ranks", "8", "--tokens-per-rank", "8192"]
-        return ["plan", "--lengths", str(self.folder / "lengths.txt"), *tokens, "--profile", str(path), *model]
+        return [
+            "plan",
+            "--lengths",
+            str(self.folder / "lengths.txt"),
+            *tokens,
+            "--profile",
+            str(path),
+            *model,
+        ]
 
     def corpus(self, rng: random.Random) -> list[str]:
         folder = self.folder / "corpus"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        records = copy.deepcopy(self.records if rng.random() < 0.5 else [rng.choice(self.records)] * 3)
+        records = copy.deepcopy(
+            self.records if rng.random() < 0.5 else [rng.choice(self.records)] * 3
+        )
         kind = rng.choice(("jsonl", "parquet", "txt", "dataset"))
         if kind == "jsonl" and rng.random() < 0.5:
             mutate(records, rng)
         source = folder / f"corpus.{kind}"
         if kind == "jsonl":
             text = "\n".join(json.dumps(record, default=str) for record in records)
-            odd = ("9" * 5000, "[" * 100_000, '{"a":' * 5000, '{"text": 1e999}', '{"text": NaN}', "null", '{"text": "\\ud800"}')
+            odd = (
+                "9" * 5000,
+                "[" * 100_000,
+                '{"a":' * 5000,
+                '{"text": 1e999}',
+                '{"text": NaN}',
+                "null",
+                '{"text": "\\ud800"}',
+            )
             text += "\n" + rng.choice(("", '{"text": ' + rng.choice(odd) + "}", rng.choice(odd)))
             source.write_bytes(mutated_text(text, rng) if rng.random() < 0.5 else text.encode())
         elif kind == "parquet":
@@ -262,7 +384,9 @@ class Fuzzer:
                     content = rng.choice([value for value in VALUES if value != "\ud800"])
                 else:
                     mutate(content, rng)
-                victim.write_text(json.dumps(content, default=str, skipkeys=True), "utf-8", errors="replace")
+                victim.write_text(
+                    json.dumps(content, default=str, skipkeys=True), "utf-8", errors="replace"
+                )
             else:
                 victim.write_bytes(mutated_bytes(victim.read_bytes(), rng))
         else:
@@ -273,11 +397,30 @@ class Fuzzer:
                 source = folder
         name = str(source)
         if rng.random() < 0.1:
-            name = rng.choice((name + "\x00", "", str(self.folder / "nothing"), "x" * 5000, name + "/", name + "/x"))
+            name = rng.choice(
+                (
+                    name + "\x00",
+                    "",
+                    str(self.folder / "nothing"),
+                    "x" * 5000,
+                    name + "/",
+                    name + "/x",
+                )
+            )
         column = rng.choice(([], [], [], ["--text-column", "text"], ["--text-column", "x" * 5000]))
         tokenizer = rng.choice(("bytes", "bytes", "bpe"))
         out = str(folder / "out") if source != folder else str(self.folder / "corpus-out")
-        return ["prepare", "--source", name, "--out", out, "--tokenizer", tokenizer, "--overwrite", *column]
+        return [
+            "prepare",
+            "--source",
+            name,
+            "--out",
+            out,
+            "--tokenizer",
+            tokenizer,
+            "--overwrite",
+            *column,
+        ]
 
     def saved(self, rng: random.Random) -> list[str]:
         """Damages manifest, state or metrics of a copy of the store or the run."""
@@ -285,19 +428,31 @@ class Fuzzer:
         folder = self.folder / "saved"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, folder, symlinks=True)
-        small = [path for path in sorted(folder.rglob("*")) if path.suffix in (".json", ".jsonl", ".yaml", ".metadata")]
+        small = [
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.suffix in (".json", ".jsonl", ".yaml", ".metadata")
+        ]
         victim = rng.choice([path for path in small if not path.is_symlink()])
         if victim.suffix == ".json" and rng.random() < 0.5:
             content = json.loads(victim.read_text("utf-8"))
             mutate(content, rng)
-            victim.write_text(json.dumps(content, default=str, skipkeys=True), "utf-8", errors="replace")
+            victim.write_text(
+                json.dumps(content, default=str, skipkeys=True), "utf-8", errors="replace"
+            )
         elif rng.random() < 0.5:
             victim.write_bytes(mutated_text(victim.read_text("utf-8", errors="replace"), rng))
         else:
             victim.write_bytes(mutated_bytes(victim.read_bytes(), rng))
         if whole == self.store:
             return ["train", "--dry-run", "--gpus", "2", "--data.store", str(folder)]
-        resume = ["train", *TINY.split(), f"--data.store={self.store}", f"--train.run_dir={folder}", "--resume"]
+        resume = [
+            "train",
+            *TINY.split(),
+            f"--data.store={self.store}",
+            f"--train.run_dir={folder}",
+            "--resume",
+        ]
         export = ["export", str(folder), str(self.folder / "exported"), "--overwrite"]
         return rng.choice((export, resume))
 
@@ -374,7 +529,14 @@ def mutated_text(text: str, rng: random.Random) -> bytes:
             case 6:
                 text = text[:position] + text[position + rng.randint(1, 5) :]
             case _:
-                text = rng.choice(("\ufeff" + text, text.replace("\n", "\r\n"), text.replace("  ", "\t"), text + "\n" + text))
+                text = rng.choice(
+                    (
+                        "\ufeff" + text,
+                        text.replace("\n", "\r\n"),
+                        text.replace("  ", "\t"),
+                        text + "\n" + text,
+                    )
+                )
     encoded = text.encode("utf-8", "surrogatepass")
     return mutated_bytes(encoded, rng) if rng.random() < 0.1 else encoded
 
@@ -398,7 +560,13 @@ def mutated_bytes(content: bytes, rng: random.Random) -> bytes:
 def dumped(value: Any, *, flow: bool = False) -> str:
     """Returns any plain value as YAML, also one that PyYAML cannot write."""
     try:
-        text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=flow or None, width=math.inf)
+        text: str = yaml.safe_dump(
+            value,
+            sort_keys=False,
+            allow_unicode=True,
+            default_flow_style=flow or None,
+            width=math.inf,
+        )
     except (yaml.YAMLError, ValueError, UnicodeError):
         return repr(value)
     return text

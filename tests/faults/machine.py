@@ -1,5 +1,6 @@
-"""What a machine does to runs: a rank that stands still, a full disk, folders that cannot be written, a cut link; and two
-preparations of one store at once. Mounts and namespaces need root on Linux."""
+"""What a machine does to runs: a rank that stands still, a full disk, folders that cannot be
+written, a cut link; and two preparations of one store at once. Mounts and namespaces need root on
+Linux."""
 
 import os
 import signal
@@ -26,7 +27,11 @@ def may_mount() -> str:
     """Returns why nothing can be mounted here, or nothing."""
     if os.geteuid() != 0:
         return "mounting needs root"
-    done = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
+        capture_output=True,
+        text=True,
+    )
     return f"mounting fails: {done.stderr.strip()}" if done.returncode else ""
 
 
@@ -42,9 +47,12 @@ def may_link() -> str:
 
 
 def content(store: Path) -> dict[str, str]:
-    """Returns the checksums of a store's documents and tokenizer. Raises an error if they are damaged."""
+    """Returns the checksums of a store's documents and tokenizer. Raises an error if they are
+    damaged."""
     found = {
-        name: text for name, text in Manifest.load(store).checksums.items() if name.endswith(".arrow") or "tokenizer" in name
+        name: text
+        for name, text in Manifest.load(store).checksums.items()
+        if name.endswith(".arrow") or "tokenizer" in name
     }
     assert found and not any(damage(store / name, text) for name, text in found.items())
     return found
@@ -99,7 +107,8 @@ class Machine(Killer):
         time.sleep(self.random.uniform(0, 0.2))
 
     def _ended(self, kind: str, row: Row, group: Group, began: float) -> bool:
-        """Waits for the ends of the ranks that are left, and counts a hang if they take longer than the timeout."""
+        """Waits for the ends of the ranks that are left, and counts a hang if they take longer than
+        the timeout."""
         if group.end(PATIENCE_S + MARGIN_S):
             self.fail(kind, "they wait on", group, hang=True)
             return False
@@ -124,7 +133,8 @@ class Machine(Killer):
             self._finish(kind, run)
 
     def full_disk(self) -> None:
-        """The disk is full after some checkpoints: the run says so, they are whole, and it goes on when there is room again."""
+        """The disk is full after some checkpoints: the run says so, they are whole, and it goes on
+        when there is room again."""
         kind = "a full disk"
         run = self.begin(kind)[1]
         self.reference(2)
@@ -134,16 +144,25 @@ class Machine(Killer):
             group = self.start(run, "full", "--checkpoint.keep=null")
             if group.end():
                 return self.fail(kind, "it hangs", group, hang=True)
-            whole = [not checkpoint.of_step(run, step)[0].damage() for step in checkpoint.steps(run)]
+            whole = [
+                not checkpoint.of_step(run, step)[0].damage() for step in checkpoint.steps(run)
+            ]
             if not any(group.codes) or "free disk space" not in group.said or not all(whole):
-                return self.fail(kind, f"ended with {group.codes}, whole checkpoints: {whole}", group)
+                return self.fail(
+                    kind, f"ended with {group.codes}, whole checkpoints: {whole}", group
+                )
             command("mount", "-o", "remount,size=100m", str(run))
             self._finish(kind, run)
 
     def read_only(self) -> None:
-        """A folder becomes read-only, before the run or in it: the run says so, and goes on when it can be written again."""
+        """A folder becomes read-only, before the run or in it: the run says so, and goes on when it
+        can be written again."""
         before = self.random.random() < 0.3
-        kind = "a run folder that cannot be written" if before else "a folder of checkpoints that cannot be written any more"
+        kind = (
+            "a run folder that cannot be written"
+            if before
+            else "a folder of checkpoints that cannot be written any more"
+        )
         run = self.begin(kind)[1]
         folder = run if before else run / "checkpoints"
         folder.mkdir(parents=True)
@@ -164,11 +183,14 @@ class Machine(Killer):
         self._finish(kind, run)
 
     def cut_link(self) -> None:
-        """The link between two nodes is cut in training: both end after `train.timeout_s`, and go on once it is whole."""
+        """The link between two nodes is cut in training: both end after `train.timeout_s`, and go
+        on once it is whole."""
         kind = "a cut link between two nodes"
         row, run = self.begin(kind)
         with linked_namespaces(2, 1e9) as cluster:
-            group = self.start(run, "cut", f"--train.timeout_s={PATIENCE_S}", namespaces=tuple(cluster.namespaces))
+            group = self.start(
+                run, "cut", f"--train.timeout_s={PATIENCE_S}", namespaces=tuple(cluster.namespaces)
+            )
             self._under_way(run, group)
             began = time.monotonic()
             command("ip", "-n", cluster.namespaces[1], "link", "set", "eth0", "down")
@@ -179,11 +201,22 @@ class Machine(Killer):
 
     def _prepare(self, out: Path, name: str) -> Group:
         source = self.store.with_name("source")
-        arguments = ["prepare", "--source", str(source), "--tokenizer", "bytes", "--workers", "1", "--out", str(out)]
+        arguments = [
+            "prepare",
+            "--source",
+            str(source),
+            "--tokenizer",
+            "bytes",
+            "--workers",
+            "1",
+            "--out",
+            str(out),
+        ]
         return start([arguments], out.with_name(f"{out.name}-{name}"))
 
     def two_preparations(self) -> None:
-        """Two preparations into one folder: a whole store is there afterwards, and one that did not make it says why."""
+        """Two preparations into one folder: a whole store is there afterwards, and one that did not
+        make it says why."""
         kill = self.random.random() < 0.5
         kind = f"two preparations of a store at once{', one killed' * kill}"
         out = self.begin(kind)[1]

@@ -1,4 +1,5 @@
-"""Amounts: what the planner takes documents to cost where their lengths do not say it, as in trees and encoder-decoders."""
+"""Amounts: what the planner takes documents to cost where their lengths do not say it, as in trees
+and encoder-decoders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Amounts:
-    """Costs of documents; arrays [documents], or any shape that broadcasts with their lengths and degrees.
+    """Costs of documents; arrays [documents], or any shape that broadcasts with their lengths and
+    degrees.
 
     Attributes:
-        pairs: attention area: the length squared, or that of a tree (`Tree.pairs`); None: the former.
-        products: tokens beyond the length, or below it, as which the matrices count; None: none.
-        keys: tokens with as many bytes of K and V; None: the length.
+        pairs: attention area: the length squared, or that of a tree (`Tree.pairs`); None: the
+        former. products: tokens beyond the length, or below it, as which the matrices count; None:
+        none. keys: tokens with as many bytes of K and V; None: the length.
     """
 
     pairs: Floats | None = None
@@ -30,12 +32,16 @@ class Amounts:
 
     @classmethod
     def of(
-        cls, lengths: Integers, trees: Trees = NO_TREES, sources: Sequence[int] = (), parts: PartCosts = EQUAL_PARTS
+        cls,
+        lengths: Integers,
+        trees: Trees = NO_TREES,
+        sources: Sequence[int] = (),
+        parts: PartCosts = EQUAL_PARTS,
     ) -> "Amounts":
         """Returns the amounts of documents, of which some are trees, or all have sources.
 
-        A decoder's attention to its n tokens counts n², to a source of s tokens 2·n·s, and the encoder's, in both directions,
-        2·s², times its size relative to the decoder's.
+        A decoder's attention to its n tokens counts n², to a source of s tokens 2·n·s, and the
+        encoder's, in both directions, 2·s², times its size relative to the decoder's.
         """
         s = lengths.astype(np.float64)
         if sources:
@@ -53,7 +59,12 @@ class Amounts:
 
     def __getitem__(self, documents: Any) -> "Amounts":
         """Returns the amounts of some documents, by an index of arrays."""
-        return Amounts(*(None if values is None else values[documents] for values in (self.pairs, self.products, self.keys)))
+        return Amounts(
+            *(
+                None if values is None else values[documents]
+                for values in (self.pairs, self.products, self.keys)
+            )
+        )
 
 
 BY_LENGTH = Amounts()

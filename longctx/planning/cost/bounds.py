@@ -1,10 +1,13 @@
-"""Lower bounds on step time under the cost model; functions that end in `_bound_ns` return nanoseconds.
+"""Lower bounds on step time under the cost model; functions that end in `_bound_ns` return
+nanoseconds.
 
-The step bound spreads all work evenly at its best efficiency and treats the network as free. The tight bound is closer if only
-a few documents are long; it is the larger of two. First: in a step of M nanoseconds beyond its fixed costs every document has a
-degree at which it takes at most M alone, and the mean work per rank, which never falls as degrees rise, is at most M. Second:
-the micro-batch of the longest document is limited to the token budget, so that other ranks may run out of tokens before it
-ends. The distance of both from the step bound is the part of a plan's gap that no plan can avoid.
+The step bound spreads all work evenly at its best efficiency and treats the network as free. The
+tight bound is closer if only a few documents are long; it is the larger of two. First: in a step of
+M nanoseconds beyond its fixed costs every document has a degree at which it takes at most M alone,
+and the mean work per rank, which never falls as degrees rise, is at most M. Second: the micro-batch
+of the longest document is limited to the token budget, so that other ranks may run out of tokens
+before it ends. The distance of both from the step bound is the part of a plan's gap that no plan
+can avoid.
 """
 
 import math
@@ -37,7 +40,8 @@ from longctx.planning.plan import Plan, PlanCost
 ROUNDING = 2
 """Error in nanoseconds of choosing a whole number of micro-batches K."""
 MOST = 512
-"""Number of distinct longest lengths whose degrees are searched; shorter documents count at their best efficiency."""
+"""Number of distinct longest lengths whose degrees are searched; shorter documents count at their
+best efficiency."""
 
 
 def plan_cost(
@@ -49,14 +53,18 @@ def plan_cost(
     amounts: Amounts = BY_LENGTH,
     encoding_ns: int = 0,
 ) -> PlanCost:
-    """Returns the modelled cost of a scored assignment together with the lower bound; `amounts` as in `cost.model`.
+    """Returns the modelled cost of a scored assignment together with the lower bound; `amounts` as
+    in `cost.model`.
 
     `encoding_ns`, here and below: nanoseconds of all images.
     """
     ranks = timed.time.shape[1]
     return PlanCost(
         makespan_s=timed.makespan_ns / NANOSECONDS,
-        lower_bound_s=step_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline, amounts, encoding_ns) / NANOSECONDS,
+        lower_bound_s=step_bound_ns(
+            profile, lengths, ranks, tokens_per_rank, pipeline, amounts, encoding_ns
+        )
+        / NANOSECONDS,
         exposed_share=timed.exposed_share,
         idle_share=timed.idle_share,
         bubble_share=timed.bubble_ns / max(1, timed.makespan_ns),
@@ -72,19 +80,26 @@ def step_bound_ns(
     amounts: Amounts = BY_LENGTH,
     encoding_ns: int = 0,
 ) -> int:
-    """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly spread, on a free network.
+    """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly
+    spread, on a free network.
 
-    A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller chunks is never faster. In a
-    pipeline with K micro-batches the longest takes at least 1/K of all work, and K is at most the number of documents.
+    A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller
+    chunks is never faster. In a pipeline with K micro-batches the longest takes at least 1/K of all
+    work, and K is at most the number of documents.
     """
     least = -(-lengths // tokens_per_rank)
-    bound = even_work_bound_ns(profile, lengths, least, ranks, tokens_per_rank, amounts, encoding_ns)
+    bound = even_work_bound_ns(
+        profile, lengths, least, ranks, tokens_per_rank, amounts, encoding_ns
+    )
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     return bound + bubble_bound_ns(profile, pipeline, bound, launches, len(lengths))
 
 
-def bubble_bound_ns(profile: HardwareProfile, pipeline: Pipeline, bound: int, launches: int, most: int) -> int:
-    """Returns the least that a pipeline adds to a lower bound on step time, which has the launches of so many micro-batches.
+def bubble_bound_ns(
+    profile: HardwareProfile, pipeline: Pipeline, bound: int, launches: int, most: int
+) -> int:
+    """Returns the least that a pipeline adds to a lower bound on step time, which has the launches
+    of so many micro-batches.
 
     A plan has at most `most` micro-batches; of K, the longest takes at least 1/K of the work.
     """
@@ -92,7 +107,8 @@ def bubble_bound_ns(profile: HardwareProfile, pipeline: Pipeline, bound: int, la
         return 0
     launch = nanoseconds(profile.launch_s)
     work = max(0, bound - fixed_ns(profile, launches))
-    # Launch time rises and the bubble shrinks with K: the best K is where the two slopes cancel, or the largest K.
+    # Launch time rises and the bubble shrinks with K: the best K is where the two slopes cancel, or
+    # the largest K.
     even = math.isqrt(max(0, pipeline.bubble_ns(work) // launch)) if launch else most
     choices = {min(max(k, launches), most) for k in (even, even + 1)}
     least = min((k - launches) * launch + pipeline.bubble_ns(launch + work // k) for k in choices)
@@ -108,44 +124,62 @@ def even_work_bound_ns(
     amounts: Amounts = BY_LENGTH,
     encoding_ns: int = 0,
 ) -> int:
-    """Returns a lower bound for plans whose documents have at least these degrees: work evenly spread, exchange free."""
-    attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees, amounts.pairs)).astype(np.int64)
+    """Returns a lower bound for plans whose documents have at least these degrees: work evenly
+    spread, exchange free."""
+    attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees, amounts.pairs)).astype(
+        np.int64
+    )
     tokens = lengths if amounts.products is None else lengths + amounts.products
     linear = np.floor(profile.linear_s_per_token * NANOSECONDS * tokens).astype(np.int64)
     fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
     return fixed + (int(attention.sum()) + int(linear.sum()) + encoding_ns) // ranks
 
 
-def tight_step_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
-    """Returns the tight lower bound on step time, ≥ `step_bound_ns`. Every document must fit at some degree."""
+def tight_step_bound_ns(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int
+) -> int:
+    """Returns the tight lower bound on step time, ≥ `step_bound_ns`. Every document must fit at
+    some degree."""
     beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank)
     least = -(-lengths // tokens_per_rank)
     fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
     longest, which = np.unique(lengths, return_inverse=True)
     longest = longest[-MOST:]
-    table = document_bound_ns(profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank)
+    table = document_bound_ns(
+        profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank
+    )
     looked_at = lengths >= longest[0]
     row = which[looked_at] - (int(which.max()) + 1 - len(longest))
 
     def holds(limit: int) -> bool:
         degrees = least.copy()
         degrees[looked_at] = np.maximum(least[looked_at], 1 + (table <= limit).argmax(axis=1)[row])
-        return even_work_bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) <= fixed + limit
+        return (
+            even_work_bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) <= fixed + limit
+        )
 
     low = int(table.min(axis=1).max())
-    high = max(low, even_work_bound_ns(profile, lengths, np.full_like(lengths, ranks), ranks, tokens_per_rank) - fixed)
+    high = max(
+        low,
+        even_work_bound_ns(profile, lengths, np.full_like(lengths, ranks), ranks, tokens_per_rank)
+        - fixed,
+    )
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return fixed + max(low, beside)
 
 
-def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
-    """Returns a lower bound on step time beyond its fixed costs, from the micro-batch of the longest document.
+def beside_longest_bound_ns(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int
+) -> int:
+    """Returns a lower bound on step time beyond its fixed costs, from the micro-batch of the
+    longest document.
 
-    At degree d it takes a time t. Its ranks can do other work for the rest of t, and the other ranks for all of t, both with at
-    most as many tokens as the budget leaves, at best those with the most work per token. The work that is left takes its share
-    of all ranks. A longer micro-batch is no better: it saves no more time than it takes.
+    At degree d it takes a time t. Its ranks can do other work for the rest of t, and the other
+    ranks for all of t, both with at most as many tokens as the budget leaves, at best those with
+    the most work per token. The work that is left takes its share of all ranks. A longer
+    micro-batch is no better: it saves no more time than it takes.
     """
     longest = int(lengths.argmax())
     others = np.delete(lengths, longest)
@@ -155,24 +189,31 @@ def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: 
     time = document_bound_ns(profile, length, degrees, tokens_per_rank)
     fits = time < NEVER
     degrees, length, time = degrees[fits], length[fits], time[fits]
-    own_ns = (whole_ring_attention_ns(profile, length, degrees) + profile.linear_s_per_token * NANOSECONDS * length).astype(
-        np.int64
-    )
+    own_ns = (
+        whole_ring_attention_ns(profile, length, degrees)
+        + profile.linear_s_per_token * NANOSECONDS * length
+    ).astype(np.int64)
 
     def possible(nanoseconds: Integers, tokens: Integers) -> Integers:
-        """Returns the most work of other documents with so many tokens in all and so much time, summed over ranks."""
+        """Returns the most work of other documents with so many tokens in all and so much time,
+        summed over ranks."""
         most = work[np.minimum(np.searchsorted(tokens_upto, tokens) + 1, len(work) - 1)]
         result: Integers = np.minimum(nanoseconds, most)
         return result
 
-    in_ring = possible(np.maximum(0, degrees * time - own_ns), np.maximum(0, degrees * tokens_per_rank - length))
+    in_ring = possible(
+        np.maximum(0, degrees * time - own_ns), np.maximum(0, degrees * tokens_per_rank - length)
+    )
     beside = possible((ranks - degrees) * time, (ranks - degrees) * tokens_per_rank)
     left = np.maximum(0, int(work[-1]) - in_ring - beside)
     return int((time + left // ranks).min())
 
 
-def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int) -> tuple[Integers, Integers]:
-    """Returns the work in nanoseconds, and the tokens, of the 0, 1, 2, … documents with the most work per token."""
+def _most_work(
+    profile: HardwareProfile, lengths: Integers, tokens_per_rank: int
+) -> tuple[Integers, Integers]:
+    """Returns the work in nanoseconds, and the tokens, of the 0, 1, 2, … documents with the most
+    work per token."""
     least = np.maximum(1, -(-lengths // tokens_per_rank))
     attention = np.floor(whole_ring_attention_ns(profile, lengths, least)).astype(np.int64)
     work = attention + np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
@@ -181,39 +222,52 @@ def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int
 
 
 def tight_bound_s(plan: Plan) -> float:
-    """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and pipeline.
+    """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and
+    pipeline.
 
     With trees, sources or images it is the lower bound, which alone knows their work.
     """
     if plan.trees or plan.sources or plan.images:
         return plan.lower_bound_s
     lengths = np.array(plan.lengths, dtype=np.int64)
-    tight = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
+    tight = (
+        tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
+    )
     return max(tight, plan.lower_bound_s)  # only lower_bound_s counts the pipeline bubble
 
 
 def unavoidable_gap(tight_s: float, lower_s: float) -> float:
-    """Returns the relative distance of the tight bound from the lower bound: the gap that no plan can avoid (0.02 is 2 %)."""
+    """Returns the relative distance of the tight bound from the lower bound: the gap that no plan
+    can avoid (0.02 is 2 %)."""
     return tight_s / lower_s - 1 if lower_s > 0 else 0.0
 
 
-def document_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int) -> Integers:
-    """Returns a lower bound on the busiest rank's time for each document, on any ranks; NEVER where it does not fit."""
+def document_bound_ns(
+    profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int
+) -> Integers:
+    """Returns a lower bound on the busiest rank's time for each document, on any ranks; NEVER where
+    it does not fit."""
     attention = attention_ns(profile, lengths, degrees)
     intra, inter = mate_ns(profile, lengths, degrees)
     fewest, _ = node_parts(degrees, profile.ranks_per_node, None)
-    both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # best split over both networks
+    # Best split over both networks.
+    both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
     latency, waited = latency_ns(profile)
     exchange, (near, far) = latency + np.maximum(across, both), state_ns(profile)
-    shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # the latter waits longest
+    # The latter waits longest.
+    shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))
     least_linear = linear_ns(profile, smallest)
     states = (degrees - 1) * (near * far // max(1, near + far))  # on every rank, at best
     waits = waited + received_ns(profile, lengths, degrees)
     most_states = np.maximum((degrees - fewest) * far, states) + waits + split_ns(profile, smallest)
     exposed = exposed_ns(profile, attention, least_linear, exchange) + most_states
-    fullest = linear_ns(profile, shard) + np.where(degrees > 1, states + waits + split_ns(profile, shard), 0)
+    fullest = linear_ns(profile, shard) + np.where(
+        degrees > 1, states + waits + split_ns(profile, shard), 0
+    )
     rounding = 6 + 4 * degrees  # the time of every peer was rounded up
-    time = attention + np.maximum(fullest, least_linear + np.where(degrees > 1, exposed, 0)) - rounding
+    time = (
+        attention + np.maximum(fullest, least_linear + np.where(degrees > 1, exposed, 0)) - rounding
+    )
     result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), NEVER)
     return result

@@ -1,4 +1,5 @@
-"""Moments in 8 bits: which parameters have them, how rows are cut into blocks with a common scale, and the bytes of both."""
+"""Moments in 8 bits: which parameters have them, how rows are cut into blocks with a common scale,
+and the bytes of both."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,11 @@ FLOAT32 = 4
 
 
 def in_8_bits(shape: Sequence[int]) -> bool:
-    """Returns whether a parameter of this shape has moments in 8 bits: a matrix, or several, that is not small.
+    """Returns whether a parameter of this shape has moments in 8 bits: a matrix, or several, that
+    is not small.
 
-    Vectors, and matrices of one column, stay in float32: sharding cuts their blocks, or a scale for each number saves nothing.
+    Vectors, and matrices of one column, stay in float32: sharding cuts their blocks, or a scale for
+    each number saves nothing.
     """
     return len(shape) > 1 and shape[-1] > 1 and math.prod(shape) >= SMALLEST
 
@@ -31,12 +34,15 @@ def cuts_blocks(columns: int, ranks: int) -> bool:
 
 
 def state_bytes(parameters: int, sizes: Mapping[Matrix, int]) -> int:
-    """Returns the bytes of two moments of `parameters` numbers, a part of as many matrices as `sizes` says."""
+    """Returns the bytes of two moments of `parameters` numbers, a part of as many matrices as
+    `sizes` says."""
     numbers, moment = 0, 0
     for matrix, times in sizes.items():
         rows = matrix.count * matrix.rows
         held = rows * matrix.columns
         small = not in_8_bits((rows, matrix.columns))
         numbers += times * held
-        moment += times * (FLOAT32 * held if small else held + FLOAT32 * rows * blocks_of_row(matrix.columns))
+        moment += times * (
+            FLOAT32 * held if small else held + FLOAT32 * rows * blocks_of_row(matrix.columns)
+        )
     return 2 * moment * parameters // max(1, numbers)

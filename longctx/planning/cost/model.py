@@ -1,8 +1,9 @@
 """Cost model: the time of a step under an assignment, in integer nanoseconds.
 
-`score` compares the plans of all planners. Every float comes from single IEEE operations (no library logarithm, no sum of
-floats); costs are rounded up and lower bounds down to whole nanoseconds. So all ranks agree bit by bit on any machine, and a
-makespan is never below its bound. Every rank of a ring pays for attention, even if it gets no token of a short document.
+`score` compares the plans of all planners. Every float comes from single IEEE operations (no
+library logarithm, no sum of floats); costs are rounded up and lower bounds down to whole
+nanoseconds. So all ranks agree bit by bit on any machine, and a makespan is never below its bound.
+Every rank of a ring pays for attention, even if it gets no token of a short document.
 """
 
 import math
@@ -11,7 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
+from longctx.planning.assignment import (
+    Assignment,
+    Integers,
+    largest_shards,
+    spread,
+    tokens_on_ranks,
+)
 from longctx.planning.cost.amounts import BY_LENGTH, Amounts, Floats
 from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.hardware_profile import BESIDE, EfficiencyTable, HardwareProfile
@@ -30,7 +37,8 @@ def fixed_ns(profile: HardwareProfile, micro_batches: int) -> int:
 
 
 def efficiency(table: EfficiencyTable, tokens: Floats) -> Floats:
-    """Returns the attention kernel's efficiency for documents of `tokens`, interpolated linearly in log2(tokens)."""
+    """Returns the attention kernel's efficiency for documents of `tokens`, interpolated linearly in
+    log2(tokens)."""
     points = log2(np.array([row[0] for row in table], dtype=np.float64))
     values = np.array([row[1] for row in table], dtype=np.float64)
     if len(points) == 1:
@@ -43,17 +51,20 @@ def efficiency(table: EfficiencyTable, tokens: Floats) -> Floats:
 
 
 def equivalent_length(lengths: Floats, degrees: Floats, split_penalty: float) -> Floats:
-    """Returns the length of an unsplit document with the same attention efficiency as a split one: s / (1 + κ (d - 1)).
+    """Returns the length of an unsplit document with the same attention efficiency as a split one:
+    s / (1 + κ (d - 1)).
 
-    In a ring, each kernel call works on one chunk of queries and many keys, so it loses far less efficiency than a document as
-    short as the chunk. The split penalty κ is near 0 for kernels that fill the device with few queries, larger for others.
+    In a ring, each kernel call works on one chunk of queries and many keys, so it loses far less
+    efficiency than a document as short as the chunk. The split penalty κ is near 0 for kernels that
+    fill the device with few queries, larger for others.
     """
     result: Floats = lengths / (1 + split_penalty * (degrees - 1))
     return result
 
 
 def log2(x: Floats) -> Floats:
-    """Computes log2 from IEEE operations alone: libraries differ in the last bit, and ranks would make different plans."""
+    """Computes log2 from IEEE operations alone: libraries differ in the last bit, and ranks would
+    make different plans."""
     mantissa, exponent = np.frexp(x)
     z = (mantissa - math.sqrt(0.5)) / (mantissa + math.sqrt(0.5))
     square = z * z
@@ -64,9 +75,14 @@ def log2(x: Floats) -> Floats:
     return result
 
 
-def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, pairs: Floats | None = None) -> Integers:
-    """Returns the attention time per rank in nanoseconds for documents of `lengths` at `degrees`; `pairs` as below."""
-    result: Integers = np.ceil(whole_ring_attention_ns(profile, lengths, degrees, pairs) / degrees).astype(np.int64)
+def attention_ns(
+    profile: HardwareProfile, lengths: Integers, degrees: Integers, pairs: Floats | None = None
+) -> Integers:
+    """Returns the attention time per rank in nanoseconds for documents of `lengths` at `degrees`;
+    `pairs` as below."""
+    result: Integers = np.ceil(
+        whole_ring_attention_ns(profile, lengths, degrees, pairs) / degrees
+    ).astype(np.int64)
     return result
 
 
@@ -80,7 +96,12 @@ def whole_ring_attention_ns(
     s = lengths.astype(np.float64)
     area = s * s if pairs is None else pairs
     whole = equivalent_length(s, degrees.astype(np.float64), profile.attention_split_penalty)
-    result: Floats = profile.attention_s_per_token2 * NANOSECONDS * area / efficiency(profile.attention_efficiency, whole)
+    result: Floats = (
+        profile.attention_s_per_token2
+        * NANOSECONDS
+        * area
+        / efficiency(profile.attention_efficiency, whole)
+    )
     return result
 
 
@@ -91,7 +112,8 @@ def linear_ns(profile: HardwareProfile, tokens: Integers | Floats) -> Integers:
 
 
 def beyond_ns(profile: HardwareProfile, amounts: Amounts, degrees: Integers) -> Integers | int:
-    """Returns the time in nanoseconds, per rank of each ring, of matrices that lengths do not show; it may be negative."""
+    """Returns the time in nanoseconds, per rank of each ring, of matrices that lengths do not show;
+    it may be negative."""
     return 0 if amounts.products is None else linear_ns(profile, amounts.products / degrees)
 
 
@@ -100,36 +122,44 @@ def keys_of(lengths: Integers, amounts: Amounts) -> Integers | Floats:
     return lengths if amounts.keys is None else amounts.keys
 
 
-def mate_ns(profile: HardwareProfile, lengths: Integers | Floats, degrees: Integers) -> tuple[Integers, Integers]:
-    """Returns the time to exchange K and V of a document with one peer of its ring: in the same node, in another node."""
+def mate_ns(
+    profile: HardwareProfile, lengths: Integers | Floats, degrees: Integers
+) -> tuple[Integers, Integers]:
+    """Returns the time to exchange K and V of a document with one peer of its ring: in the same
+    node, in another node."""
     size = lengths / degrees * profile.kv_bytes_per_token * NANOSECONDS
     intra = np.ceil(size / profile.intra_node_bytes_per_s).astype(np.int64)
     return intra, np.ceil(size / profile.inter_node_bytes_per_s).astype(np.int64)
 
 
 def state_ns(profile: HardwareProfile) -> tuple[int, int]:
-    """Returns the time to exchange states of linear attention with one peer of a ring: in the same node, in another node."""
+    """Returns the time to exchange states of linear attention with one peer of a ring: in the same
+    node, in another node."""
     intra, inter = profile.intra_node_bytes_per_s, profile.inter_node_bytes_per_s
     return nanoseconds(profile.state_bytes / intra), nanoseconds(profile.state_bytes / inter)
 
 
 def latency_ns(profile: HardwareProfile) -> tuple[int, int]:
-    """Returns the latency of a micro-batch's exchange that computation may hide, and the one that it does not.
+    """Returns the latency of a micro-batch's exchange that computation may hide, and the one that
+    it does not.
 
-    With linear attention it hides none: its layers, mostly more than those of softmax attention, wait for every message.
+    With linear attention it hides none: its layers, mostly more than those of softmax attention,
+    wait for every message.
     """
     latency = nanoseconds(profile.latency_s)
     return (0, latency) if profile.state_bytes else (latency, 0)
 
 
 def split_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
-    """Returns the time that scans of linear attention take more for `tokens` of split documents on one rank."""
+    """Returns the time that scans of linear attention take more for `tokens` of split documents on
+    one rank."""
     result: Integers = np.ceil(profile.split_s_per_token * NANOSECONDS * tokens).astype(np.int64)
     return result
 
 
 def received_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Integers:
-    """Returns the time in which each rank of a ring computes K and V from the latents of all others."""
+    """Returns the time in which each rank of a ring computes K and V from the latents of all
+    others."""
     tokens = lengths * ((degrees - 1) / degrees)
     result: Integers = np.ceil(profile.received_s_per_token * NANOSECONDS * tokens).astype(np.int64)
     return result
@@ -147,9 +177,10 @@ def alone_ns(
 ) -> Integers:
     """Returns the time of a ring's busiest rank if the ranks hold no other document.
 
-    The ring starts at rank `offset` of a node, by default where its worst rank has the most peers in its own node. A rank with
-    several documents takes at most the sum of their times. `round_price`: see `exposed_ns`; `encoding`: nanoseconds of the
-    images on the rank that has most of them.
+    The ring starts at rank `offset` of a node, by default where its worst rank has the most peers
+    in its own node. A rank with several documents takes at most the sum of their times.
+    `round_price`: see `exposed_ns`; `encoding`: nanoseconds of the images on the rank that has most
+    of them.
     """
     attention = attention_ns(profile, lengths, degrees, amounts.pairs)
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
@@ -160,29 +191,44 @@ def alone_ns(
     exchange, shards = latency + np.maximum(inside, across), largest_shards(lengths, degrees)
     linear = linear_ns(profile, shards) + beyond_ns(profile, amounts, degrees)
     near, far = state_ns(profile)
-    states = waited + np.maximum((most - 1) * near, (degrees - fewest) * far) + split_ns(profile, shards)
+    states = (
+        waited + np.maximum((most - 1) * near, (degrees - fewest) * far) + split_ns(profile, shards)
+    )
     states = states + received_ns(profile, lengths, degrees)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price) + states
-    result: Integers = linear + attention + np.where(degrees > 1, exposed, 0) + (0 if encoding is None else encoding)
+    result: Integers = (
+        linear
+        + attention
+        + np.where(degrees > 1, exposed, 0)
+        + (0 if encoding is None else encoding)
+    )
     return result
 
 
 def gather_ns(
-    profile: HardwareProfile, degrees: Integers, inside: Integers, intra_ns: Integers, inter_ns: Integers
+    profile: HardwareProfile,
+    degrees: Integers,
+    inside: Integers,
+    intra_ns: Integers,
+    inter_ns: Integers,
 ) -> tuple[Integers, Integers]:
-    """Returns the time of a rank's exchange inside its node and across nodes, with `inside` ranks of the ring in its node.
+    """Returns the time of a rank's exchange inside its node and across nodes, with `inside` ranks
+    of the ring in its node.
 
-    `intra_ns` and `inter_ns` are the times for one peer. With two exchange levels, the ranks of a node share the rows that come
-    from other nodes and pass them on to each other.
+    `intra_ns` and `inter_ns` are the times for one peer. With two exchange levels, the ranks of a
+    node share the rows that come from other nodes and pass them on to each other.
     """
     if profile.exchange_levels == 1:
         return (inside - 1) * intra_ns, (degrees - inside) * inter_ns
-    return -(-((inside - 1) * degrees * intra_ns) // inside), -(-((degrees - inside) * inter_ns) // inside)
+    return -(-((inside - 1) * degrees * intra_ns) // inside), -(
+        -((degrees - inside) * inter_ns) // inside
+    )
 
 
 def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
     """Returns the smallest and the largest number of ranks that a ring has on one of its nodes."""
-    if offset is None:  # on as few nodes as possible, with equal parts on the first and the last node
+    # On as few nodes as possible, with equal parts on the first and the last node.
+    if offset is None:
         ends = np.where(degrees % node == 0, 2 * node, degrees % node + node)
         first = np.where(degrees <= node, degrees, ends // 2)
     else:
@@ -193,21 +239,31 @@ def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[I
 
 
 def exposed_ns(
-    profile: HardwareProfile, attention: Integers, linear: Integers, exchange: Integers, *, round_price: float = 0.0
+    profile: HardwareProfile,
+    attention: Integers,
+    linear: Integers,
+    exchange: Integers,
+    *,
+    round_price: float = 0.0,
 ) -> Integers:
-    """Returns the part of a rank's exchange that its attention and its queries do not hide, all in nanoseconds.
+    """Returns the part of a rank's exchange that its attention and its queries do not hide, all in
+    nanoseconds.
 
-    K and V are fetched while the queries are computed, and their gradients return during the queries' own backward; but nothing
-    of it hides the fetch in between, so queries hide at most two of the three passes. Neither attention nor linear work hides
-    more than it takes: with more of either, a rank is never faster.
+    K and V are fetched while the queries are computed, and their gradients return during the
+    queries' own backward; but nothing of it hides the fetch in between, so queries hide at most two
+    of the three passes. Neither attention nor linear work hides more than it takes: with more of
+    either, a rank is never faster.
 
-    An exchange in few rounds leaves more: the queries' backward alone, two thirds of their time, hides the gradients that the
-    last of n rounds returns, a third of the exchange / n. Where a round costs a share `round_price` of the linear time, what is
-    left of that third without rounds and the price of n - 1 rounds are at least 2·√(price · left) - price. `rounds` has the
-    waits; this is their estimate for searches.
+    An exchange in few rounds leaves more: the queries' backward alone, two thirds of their time,
+    hides the gradients that the last of n rounds returns, a third of the exchange / n. Where a
+    round costs a share `round_price` of the linear time, what is left of that third without rounds
+    and the price of n - 1 rounds are at least 2·√(price · left) - price. `rounds` has the waits;
+    this is their estimate for searches.
     """
     queries = np.floor(profile.overlap * profile.query_share * linear).astype(np.int64)
-    hidden = np.floor(profile.overlap * attention).astype(np.int64) + np.minimum(queries, 2 * exchange // 3)
+    hidden = np.floor(profile.overlap * attention).astype(np.int64) + np.minimum(
+        queries, 2 * exchange // 3
+    )
     result: Integers = np.maximum(0, exchange - hidden)
     if round_price:
         price, left = round_price * linear, np.maximum(0, exchange / 3 - 2 * queries / 3)
@@ -218,14 +274,15 @@ def exposed_ns(
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of an assignment in integer nanoseconds; arrays are [micro-batches, ranks] if not said otherwise.
+    """Times of an assignment in integer nanoseconds; arrays are [micro-batches, ranks] if not said
+    otherwise.
 
     Attributes:
         time: time of every rank in every micro-batch: linear, attention and exposed exchange.
-        exposed: part of `time` that the exchange costs: waits for K and V, the price of its rounds, and `states_ns`.
-        attention: attention of every document on each of its ranks [documents].
-        encoding: part of `time` that encodes images; every rank of a ring counts as the one with most.
-        launch_ns, step_ns: fixed cost per micro-batch and per step.
+        exposed: part of `time` that the exchange costs: waits for K and V, the price of its rounds,
+        and `states_ns`. attention: attention of every document on each of its ranks [documents].
+        encoding: part of `time` that encodes images; every rank of a ring counts as the one with
+        most. launch_ns, step_ns: fixed cost per micro-batch and per step.
     """
 
     time: Integers
@@ -246,11 +303,18 @@ class StepTimes:
     def bubble_ns(self) -> int:
         """Time that a pipeline adds for filling, draining and empty micro-batches."""
         empty = self.pipeline.runs(len(self.time)) - len(self.time)
-        return empty * self.launch_ns + self.pipeline.bubble_ns(self.launch_ns + int(self.micro_batch_ns.max()))
+        return empty * self.launch_ns + self.pipeline.bubble_ns(
+            self.launch_ns + int(self.micro_batch_ns.max())
+        )
 
     @property
     def makespan_ns(self) -> int:
-        return self.step_ns + len(self.time) * self.launch_ns + int(self.micro_batch_ns.sum()) + self.bubble_ns
+        return (
+            self.step_ns
+            + len(self.time) * self.launch_ns
+            + int(self.micro_batch_ns.sum())
+            + self.bubble_ns
+        )
 
     @property
     def exposed_share(self) -> float:
@@ -276,7 +340,8 @@ def score(
     amounts: Amounts = BY_LENGTH,
     encoding: EncodingTimes = NO_ENCODING,
 ) -> StepTimes:
-    """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see `exposed_ns`."""
+    """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see
+    `exposed_ns`."""
     a = assignment
     shape = (a.micro_batches, ranks)
     stop = a.first_rank + a.degree
@@ -284,7 +349,13 @@ def score(
     attention = spread(of_documents, a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
     if amounts.products is not None:
-        linear += spread(np.asarray(beyond_ns(profile, amounts, a.degree)), a.micro_batch, a.first_rank, stop, shape)
+        linear += spread(
+            np.asarray(beyond_ns(profile, amounts, a.degree)),
+            a.micro_batch,
+            a.first_rank,
+            stop,
+            shape,
+        )
     exchange = exchange_ns(profile, keys_of(lengths, amounts), a, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
     exposed += states_ns(profile, lengths, a, shape)
@@ -295,29 +366,55 @@ def score(
     return StepTimes(time, exposed, of_documents, images, launch_ns, step_ns, pipeline)
 
 
-def exchange_ns(profile: HardwareProfile, lengths: Integers | Floats, a: Assignment, shape: tuple[int, int]) -> Integers:
-    """Returns the time of every rank's exchange of K and V in every micro-batch, an array of `shape` in nanoseconds."""
+def exchange_ns(
+    profile: HardwareProfile, lengths: Integers | Floats, a: Assignment, shape: tuple[int, int]
+) -> Integers:
+    """Returns the time of every rank's exchange of K and V in every micro-batch, an array of
+    `shape` in nanoseconds."""
     rings = np.flatnonzero(a.degree > 1)
     one_peer, (latency, _) = mate_ns(profile, lengths[rings], a.degree[rings]), latency_ns(profile)
-    return _exchanged(profile, a, rings, shape, latency, lambda mates: gather_ns(profile, a.degree[rings], mates, *one_peer))
+    return _exchanged(
+        profile,
+        a,
+        rings,
+        shape,
+        latency,
+        lambda mates: gather_ns(profile, a.degree[rings], mates, *one_peer),
+    )
 
 
-def states_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
-    """Returns what states of linear attention and received latents cost every rank, an array of `shape` in nanoseconds.
+def states_ns(
+    profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]
+) -> Integers:
+    """Returns what states of linear attention and received latents cost every rank, an array of
+    `shape` in nanoseconds.
 
-    The exchange of states takes as long for any document, and nothing hides it. They go directly to every rank that needs them,
-    also with two exchange levels. Scans of split documents take more.
+    The exchange of states takes as long for any document, and nothing hides it. They go directly to
+    every rank that needs them, also with two exchange levels. Scans of split documents take more.
     """
     if not any(getattr(profile, name) for name in BESIDE):
         return np.zeros(shape, dtype=np.int64)
-    rings, (near, far), (_, latency) = np.flatnonzero(a.degree > 1), state_ns(profile), latency_ns(profile)
+    rings, (near, far), (_, latency) = (
+        np.flatnonzero(a.degree > 1),
+        state_ns(profile),
+        latency_ns(profile),
+    )
     tokens = tokens_on_ranks(np.where(a.degree > 1, lengths, 0), a, shape)
     exchanged = _exchanged(
-        profile, a, rings, shape, latency, lambda mates: ((mates - 1) * near, (a.degree[rings] - mates) * far)
+        profile,
+        a,
+        rings,
+        shape,
+        latency,
+        lambda mates: ((mates - 1) * near, (a.degree[rings] - mates) * far),
     )
     expanded = received_ns(profile, lengths, a.degree)
     stop = a.first_rank + a.degree
-    return exchanged + split_ns(profile, tokens) + spread(expanded, a.micro_batch, a.first_rank, stop, shape)
+    return (
+        exchanged
+        + split_ns(profile, tokens)
+        + spread(expanded, a.micro_batch, a.first_rank, stop, shape)
+    )
 
 
 def _exchanged(
@@ -328,7 +425,8 @@ def _exchanged(
     latency: int,
     times: Callable[[Integers], tuple[Integers, Integers]],
 ) -> Integers:
-    """Returns the time of every rank's messages inside its node and across nodes, whichever is longer, after `latency`.
+    """Returns the time of every rank's messages inside its node and across nodes, whichever is
+    longer, after `latency`.
 
     `times` returns both for every ring of a rank with so many of the ring's ranks in its node.
     """
@@ -343,8 +441,11 @@ def _exchanged(
     return result
 
 
-def ring_parts(profile: HardwareProfile, a: Assignment, rings: Integers) -> tuple[tuple[Integers, Integers, Integers], ...]:
-    """Splits `rings`, documents of `a`, at node boundaries into their first node, full nodes and last node.
+def ring_parts(
+    profile: HardwareProfile, a: Assignment, rings: Integers
+) -> tuple[tuple[Integers, Integers, Integers], ...]:
+    """Splits `rings`, documents of `a`, at node boundaries into their first node, full nodes and
+    last node.
 
     Returns first rank, last rank + 1 and the ring's ranks on each node of the three parts.
     """

@@ -1,12 +1,16 @@
-"""Exchange rounds: into how many rounds every document splits its exchange of K and V, and what the exchange then costs.
+"""Exchange rounds: into how many rounds every document splits its exchange of K and V, and what the
+exchange then costs.
 
-Messages of a round travel during attention to the rows of the round before. With one round, attention to the rank's own rows is
-the only work that overlaps the fetch. With two exchange levels it overlaps the hop to a relay in the node, and attention to the
-rows of the node overlaps the hop from there. Only the backward of queries overlaps the gradients of the last round. More rounds
-hide more, but each reads and writes the outputs and the gradients of queries once more, and calls more kernels.
+Messages of a round travel during attention to the rows of the round before. With one round,
+attention to the rank's own rows is the only work that overlaps the fetch. With two exchange levels
+it overlaps the hop to a relay in the node, and attention to the rows of the node overlaps the hop
+from there. Only the backward of queries overlaps the gradients of the last round. More rounds hide
+more, but each reads and writes the outputs and the gradients of queries once more, and calls more
+kernels.
 
-`choose_rounds` compares numbers of rounds by the waits of a rank in closed form. The search uses the coarser estimate in
-`cost.model.score`, and compares and reports the plans that it finds by `choose_rounds`.
+`choose_rounds` compares numbers of rounds by the waits of a rank in closed form. The search uses
+the coarser estimate in `cost.model.score`, and compares and reports the plans that it finds by
+`choose_rounds`.
 """
 
 from dataclasses import replace
@@ -15,18 +19,28 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
 from longctx.planning.cost.amounts import BY_LENGTH, Amounts, Floats
-from longctx.planning.cost.model import StepTimes, keys_of, linear_ns, mate_ns, ring_parts, score, states_ns
+from longctx.planning.cost.model import (
+    StepTimes,
+    keys_of,
+    linear_ns,
+    mate_ns,
+    ring_parts,
+    score,
+    states_ns,
+)
 from longctx.planning.cost.tower import EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
 PRICE = 0.02
-"""Price of a round as a share of the linear time of a rank's tokens in rings. For an 8B model on an H100: about 135 kB for each
-token and layer, with outputs added up in float32, at 2.4 of 3.35 TB/s."""
+"""Price of a round as a share of the linear time of a rank's tokens in rings. For an 8B model on an
+H100: about 135 kB for each token and layer, with outputs added up in float32, at 2.4 of 3.35
+TB/s."""
 CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of rounds that are compared."""
 FORWARD_ATTENTION, FORWARD_LINEAR, PASSES = 2 / 7, 1 / 3, 3
-"""Shares of the forward pass, and passes of rows: forward, again in backward, and their gradients."""
+"""Shares of the forward pass, and passes of rows: forward, again in backward, and their
+gradients."""
 
 
 def choose_rounds(
@@ -37,11 +51,12 @@ def choose_rounds(
     max_remote_tokens: int | None = None,
     amounts: Amounts = BY_LENGTH,
 ) -> tuple[Integers, StepTimes]:
-    """Returns the number of exchange rounds of every document, and the times of the assignment with them.
+    """Returns the number of exchange rounds of every document, and the times of the assignment with
+    them.
 
-    `timed` is its score by `cost.model.score`. Rounds are enough that none has more than about `max_remote_tokens` remote
-    tokens on any rank (at most the largest degree - 1), and more where that makes the micro-batch faster: of its rings across
-    nodes, or of all its rings.
+    `timed` is its score by `cost.model.score`. Rounds are enough that none has more than about
+    `max_remote_tokens` remote tokens on any rank (at most the largest degree - 1), and more where
+    that makes the micro-batch faster: of its rings across nodes, or of all its rings.
     """
     rounds = np.ones_like(lengths)
     if not (a.degree > 1).any():
@@ -60,7 +75,10 @@ def choose_rounds(
             if (candidate != chosen).any():
                 its_time = exchange.time(candidate)
                 faster = its_time.max(axis=1) < time.max(axis=1)
-                chosen, time = np.where(faster[exchange.row], candidate, chosen), np.where(faster[:, None], its_time, time)
+                chosen, time = (
+                    np.where(faster[exchange.row], candidate, chosen),
+                    np.where(faster[:, None], its_time, time),
+                )
     rounds[exchange.rings] = chosen
     return rounds, exchange.score(timed, time)
 
@@ -69,7 +87,15 @@ def plan_score(plan: Plan) -> StepTimes:
     """Returns the predicted times of a plan."""
     lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
     amounts = Amounts.of(lengths, plan.trees, plan.sources, plan.parts)
-    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline, amounts=amounts, encoding=EncodingTimes(plan.images))
+    timed = score(
+        plan.profile,
+        lengths,
+        a,
+        plan.ranks,
+        plan.pipeline,
+        amounts=amounts,
+        encoding=EncodingTimes(plan.images),
+    )
     exchange = _ExchangeTimes(plan.profile, lengths, a, timed, amounts)
     rounds = np.ones_like(lengths)
     for p in (p for placements in plan.micro_batches for p in placements):
@@ -81,10 +107,11 @@ class _ExchangeTimes:
     """The exchange of an assignment; arrays [micro-batches, ranks] in nanoseconds, others by ring.
 
     Attributes:
-        rings, row: documents of degree > 1, and the micro-batch of each.
-        in_a_node, two_levels: whether a ring is inside one node, and whether it is exchanged in two levels.
-        busy, states, exposed: time without the exchange, `states_ns`, and what else is not hidden in `cost.model.score`.
-        attention, remote, node: attention that hides messages: to all rows, to rows of other ranks, and to rows of the own node
+        rings, row: documents of degree > 1, and the micro-batch of each. in_a_node, two_levels:
+        whether a ring is inside one node, and whether it is exchanged in two levels. busy, states,
+        exposed: time without the exchange, `states_ns`, and what else is not hidden in
+        `cost.model.score`. attention, remote, node: attention that hides messages: to all rows, to
+        rows of other ranks, and to rows of the own node
             in rings that are exchanged in two levels.
         queries: computation of queries that hides messages.
         whole: inside the node, from relays, and across nodes: messages of a pass in one round.
@@ -99,12 +126,23 @@ class _ExchangeTimes:
         amounts: Amounts = BY_LENGTH,
     ) -> None:
         self.profile, self.shape = profile, timed.time.shape
-        self.busy, self.states = timed.time - timed.exposed, states_ns(profile, lengths, a, self.shape)
+        self.busy, self.states = (
+            timed.time - timed.exposed,
+            states_ns(profile, lengths, a, self.shape),
+        )
         self.exposed = timed.exposed - self.states
         self.rings = rings = np.flatnonzero(a.degree > 1)
-        self.row, self.first, self.degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
+        self.row, self.first, self.degree = (
+            a.micro_batch[rings],
+            a.first_rank[rings],
+            a.degree[rings],
+        )
         self.tokens = -(-lengths[rings] // self.degree)
-        nodes = (self.first + self.degree - 1) // profile.ranks_per_node - self.first // profile.ranks_per_node + 1
+        nodes = (
+            (self.first + self.degree - 1) // profile.ranks_per_node
+            - self.first // profile.ranks_per_node
+            + 1
+        )
         self.in_a_node = nodes == 1
         self.two_levels = (nodes > 1) & (nodes < self.degree) & (profile.exchange_levels == 2)
         self.parts, self.mate_ns = (
@@ -112,8 +150,12 @@ class _ExchangeTimes:
             mate_ns(profile, keys_of(lengths, amounts)[rings], self.degree),
         )
         attention, hides = timed.attention, profile.overlap
-        self.attention = hides * spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape)
-        self.queries: Floats = profile.query_share * (hides * (self.busy - timed.encoding) - self.attention)
+        self.attention = hides * spread(
+            attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape
+        )
+        self.queries: Floats = profile.query_share * (
+            hides * (self.busy - timed.encoding) - self.attention
+        )
         self.ring_work = attention[rings] * (self.degree - 1) // self.degree
         self.remote = hides * self._on_ring(self.ring_work)
         self.node: Floats = np.zeros(self.shape)
@@ -123,7 +165,8 @@ class _ExchangeTimes:
         self.whole = self.messages(np.ones_like(self.degree))
 
     def possible(self, rounds: Integers | int) -> Integers:
-        """Returns the rounds of every ring if so many are wanted; rings in two levels have as many between nodes."""
+        """Returns the rounds of every ring if so many are wanted; rings in two levels have as many
+        between nodes."""
         result: Integers = np.where(self.two_levels, rounds, np.minimum(rounds, self.degree - 1))
         return result
 
@@ -131,42 +174,53 @@ class _ExchangeTimes:
         return replace(timed, time=time, exposed=time - self.busy)
 
     def time(self, rounds: Integers) -> Integers:
-        """Returns the times with so many rounds of every ring. They are never below those of `cost.model.score`."""
+        """Returns the times with so many rounds of every ring. They are never below those of
+        `cost.model.score`."""
         price = PRICE * linear_ns(self.profile, self._on_ring(self.tokens * (rounds - 1)))
         waits = np.rint(np.maximum(self.exposed, self.waits(rounds)) + price).astype(np.int64)
         result: Integers = self.busy + waits + self.states
         return result
 
     def messages(self, rounds: Integers) -> tuple[Floats, Floats, Floats]:
-        """Returns the time of the first round's messages of a pass: inside the node, across nodes, and inside from relays."""
+        """Returns the time of the first round's messages of a pass: inside the node, across nodes,
+        and inside from relays."""
         sums = np.zeros((3, *self.shape), dtype=np.int64)
         intra_ns, inter_ns = self.mate_ns
         for start, stop, mates in self.parts:
             elsewhere = self.degree - mates
-            inside = (mates - 1) * intra_ns // np.where(self.two_levels, 1, rounds)  # in two levels: all in the first round
+            # In two levels: all in the first round.
+            inside = (mates - 1) * intra_ns // np.where(self.two_levels, 1, rounds)
             across = elsewhere * inter_ns // np.where(self.two_levels, mates * rounds, rounds)
-            relayed = np.where(self.two_levels, (mates - 1) * elsewhere * intra_ns // (mates * rounds), 0)
+            relayed = np.where(
+                self.two_levels, (mates - 1) * elsewhere * intra_ns // (mates * rounds), 0
+            )
             for total, values in zip(sums, (inside, across, relayed), strict=True):
                 total += spread(values, self.row, start, stop, self.shape)
         inside, across, relayed = sums / PASSES
         return inside, across, relayed
 
     def waits(self, rounds: Integers) -> Floats:
-        """Returns the time that every rank waits for messages, of all passes, with so many rounds of every ring.
+        """Returns the time that every rank waits for messages, of all passes, with so many rounds
+        of every ring.
 
-        A pass waits for its first messages unless attention to own rows hides them. Then it waits for the second ones (in two
-        levels also from relays) unless the attention before them does, or for all further ones where links are slower than
-        attention. Backward ends with the gradients of the last round, beside the queries' own backward.
+        A pass waits for its first messages unless attention to own rows hides them. Then it waits
+        for the second ones (in two levels also from relays) unless the attention before them does,
+        or for all further ones where links are slower than attention. Backward ends with the
+        gradients of the last round, beside the queries' own backward.
         """
         inside, across, relayed = self.messages(rounds)
         all_inside, all_across, all_relayed = self.whole
         first = np.maximum(inside, across)
         further = np.maximum(all_inside + all_relayed, all_across) - first
         two_levels = self._on_ring(self.two_levels.astype(np.int64)) > 0
-        second = np.where(two_levels, np.maximum(relayed, np.minimum(across, all_across - across)), 0)
-        # Attention to the rows of all rounds, and of the last one, of rings that have more than one.
+        second = np.where(
+            two_levels, np.maximum(relayed, np.minimum(across, all_across - across)), 0
+        )
+        # Attention to the rows of all rounds, and of the last one, of rings that have more than
+        # one.
         every, last = (
-            self.profile.overlap * self._on_ring(np.where(rounds > 1, self.ring_work // parts, 0)) for parts in (1, rounds)
+            self.profile.overlap * self._on_ring(np.where(rounds > 1, self.ring_work // parts, 0))
+            for parts in (1, rounds)
         )
         own_ns, before_second = self.attention - self.remote, np.where(relayed > 0, self.node, last)
 
@@ -175,10 +229,17 @@ class _ExchangeTimes:
         forward = np.maximum(0, first - share * own_ns - queries) + np.maximum(0, more)
 
         share, queries = 1 - FORWARD_ATTENTION, (1 - FORWARD_LINEAR) * self.queries
-        # Links are idle between the second fetch and the first gradients, and before the last gradients.
+        # Links are idle between the second fetch and the first gradients, and before the last
+        # gradients.
         idle = np.where(two_levels, 0, np.maximum(0, share * last - first))
-        more = np.maximum(second - share * before_second, 2 * (further + idle) - second - share * every)
-        backward = np.maximum(0, first - share * own_ns) + np.maximum(0, more) + np.maximum(0, first + second - queries)
+        more = np.maximum(
+            second - share * before_second, 2 * (further + idle) - second - share * every
+        )
+        backward = (
+            np.maximum(0, first - share * own_ns)
+            + np.maximum(0, more)
+            + np.maximum(0, first + second - queries)
+        )
         result: Floats = forward + backward
         return result
 

@@ -1,4 +1,5 @@
-"""Spec: sizes of a model, layer by layer, from which memory, operations, pipeline stages and profiles are computed."""
+"""Spec: sizes of a model, layer by layer, from which memory, operations, pipeline stages and
+profiles are computed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from longctx.planning.tree import NO_TREES, Trees
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
-"""What backward recomputes of each block, from most memory to least; see `longctx.parallel.recompute`."""
+"""What backward recomputes of each block, from most memory to least; see
+`longctx.parallel.recompute`."""
 
 
 class PassFlops(NamedTuple):
@@ -28,9 +30,10 @@ class Scan:
     """Linear attention of a block, per token.
 
     Attributes:
-        state_size: values of its state and of its transition, which segments of a split document send to each other.
-        flops: matrix products of its scan in float32, in a long document.
-        split_flops: how many more in a document on several ranks: those of the transitions, and of outputs from the states that
+        state_size: values of its state and of its transition, which segments of a split document
+        send to each other. flops: matrix products of its scan in float32, in a long document.
+        split_flops: how many more in a document on several ranks: those of the transitions, and of
+        outputs from the states that
             other ranks send.
         kept: bytes that it keeps for backward.
         working: bytes that backward needs beside.
@@ -52,12 +55,11 @@ class Matrix:
     """Matrices of one size in a block.
 
     Attributes:
-        rows, columns: values of an output, and of an input.
-        count: how many there are: of experts of a layer, several.
-        used: how many of them multiply a token.
-        role: query: it computes queries while K and V travel; source: it multiplies tokens of the source, for K and V of a
-            decoder's cross-attention; expert: a router chooses it; lora_a, adapter: LoRA's first matrices, and what else is
-            trained beside frozen weights; own: none of these.
+        rows, columns: values of an output, and of an input. count: how many there are: of experts
+        of a layer, several. used: how many of them multiply a token. role: query: it computes
+        queries while K and V travel; source: it multiplies tokens of the source, for K and V of a
+            decoder's cross-attention; expert: a router chooses it; lora_a, adapter: LoRA's first
+            matrices, and what else is trained beside frozen weights; own: none of these.
         stored: bytes of each one that is kept quantized; None: it has the dtype of the others.
     """
 
@@ -74,8 +76,8 @@ class Matrix:
 
 
 class Latent(NamedTuple):
-    """What split documents send of a token in place of K and V: values, and the parameters that compute K and V of them, whose
-    heads have other sizes than each other.
+    """What split documents send of a token in place of K and V: values, and the parameters that
+    compute K and V of them, whose heads have other sizes than each other.
     """
 
     values: int
@@ -92,15 +94,13 @@ class LayerSpec:
     """Sizes of one block: self-attention and an MLP.
 
     Attributes:
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the MLP, or of all experts that a token uses.
-        matrices: all its matrices; the properties below are sums over them.
-        vectors: parameters of norms and biases.
-        window: attention window in tokens, the token itself included; None: no window.
-        attention_norms: values per token that norms of heads keep for backward.
-        attends: whether it has softmax attention, whose operations and exchange grow with the document.
-        scan: its linear attention; None: none.
-        latent: what split documents send of a token of latent attention; `head_dim` is then the mean of keys and values.
+        hidden_size: width of the residual stream. intermediate_size: width of the MLP, or of all
+        experts that a token uses. matrices: all its matrices; the properties below are sums over
+        them. vectors: parameters of norms and biases. window: attention window in tokens, the token
+        itself included; None: no window. attention_norms: values per token that norms of heads keep
+        for backward. attends: whether it has softmax attention, whose operations and exchange grow
+        with the document. scan: its linear attention; None: none. latent: what split documents send
+        of a token of latent attention; `head_dim` is then the mean of keys and values.
     """
 
     hidden_size: int
@@ -137,17 +137,20 @@ class LayerSpec:
 
     @cached_property
     def query_parameters(self) -> int:
-        """Part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first."""
+        """Part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come
+        first."""
         return sum(matrix.size for matrix in self.of("query"))
 
     @cached_property
     def source_parameters(self) -> int:
-        """Part of `matrix_parameters` that multiplies tokens of the source; 0 without an encoder."""
+        """Part of `matrix_parameters` that multiplies tokens of the source; 0 without an
+        encoder."""
         return sum(matrix.size for matrix in self.of("source"))
 
     @cached_property
     def adapter_parameters(self) -> int:
-        """Parameters that are trained beside frozen ones: of adapters; if there are any, all others are frozen."""
+        """Parameters that are trained beside frozen ones: of adapters; if there are any, all others
+        are frozen."""
         return sum(matrix.size for matrix in self.of("lora_a", "adapter"))
 
     @property
@@ -161,7 +164,8 @@ class LayerSpec:
 
     @property
     def experts(self) -> int:
-        """Number of experts that a router chooses from, whose parameters are in `matrix_parameters` and `idle_parameters`."""
+        """Number of experts that a router chooses from, whose parameters are in `matrix_parameters`
+        and `idle_parameters`."""
         return max((matrix.count for matrix in self.of("expert")), default=0)
 
     @property
@@ -173,34 +177,51 @@ class LayerSpec:
         return sum(matrix.count * matrix.size for matrix in self.of("expert"))
 
     def sent_values(self, tensor: int) -> int:
-        """Returns the values per token that one of `tensor` tensor-parallel ranks sends to other ranks of a document."""
+        """Returns the values per token that one of `tensor` tensor-parallel ranks sends to other
+        ranks of a document."""
         return self.latent.values or 2 * (self.num_key_value_heads // tensor) * self.head_dim
 
     @property
     def routed_size(self) -> int:
-        """Part of `intermediate_size` in experts that a router chooses; the rest is a dense MLP, or an expert of all tokens."""
-        return max((matrix.used * matrix.size // self.hidden_size for matrix in self.of("expert")), default=0)
+        """Part of `intermediate_size` in experts that a router chooses; the rest is a dense MLP, or
+        an expert of all tokens."""
+        return max(
+            (matrix.used * matrix.size // self.hidden_size for matrix in self.of("expert")),
+            default=0,
+        )
 
     @property
     def parameters(self) -> int:
-        return self.matrix_parameters + self.vectors + self.idle_parameters + self.adapter_parameters
+        return (
+            self.matrix_parameters + self.vectors + self.idle_parameters + self.adapter_parameters
+        )
 
     def multiplications(self, keys: int) -> int:
-        """Returns the multiplications for one token that attends to `keys` tokens, without those of norms."""
+        """Returns the multiplications for one token that attends to `keys` tokens, without those of
+        norms."""
         seen = 0 if not self.attends else keys if self.window is None else min(keys, self.window)
         scanned = 0 if self.scan is None else int(self.scan.flops.forward) // 2
-        return self.matrix_parameters + self.adapter_parameters + scanned + 2 * seen * self.num_attention_heads * self.head_dim
+        return (
+            self.matrix_parameters
+            + self.adapter_parameters
+            + scanned
+            + 2 * seen * self.num_attention_heads * self.head_dim
+        )
 
     def attention_flops(self, length: int) -> int:
-        """Returns the operations of the forward pass of causal attention over a document of `length` tokens.
+        """Returns the operations of the forward pass of causal attention over a document of
+        `length` tokens.
 
-        Each visible pair of a query and a key takes 2 · head_dim operations for the score and as many for the value, in every
-        query head. A query sees s/2 keys on average; with a window of w, the s queries see w · s - w²/2 keys in total.
+        Each visible pair of a query and a key takes 2 · head_dim operations for the score and as
+        many for the value, in every query head. A query sees s/2 keys on average; with a window of
+        w, the s queries see w · s - w²/2 keys in total.
         """
         if not self.attends:
             return 0
         window = length if self.window is None else min(length, self.window)
-        return 2 * self.num_attention_heads * self.head_dim * (2 * window * length - window * window)
+        return (
+            2 * self.num_attention_heads * self.head_dim * (2 * window * length - window * window)
+        )
 
 
 @dataclass(frozen=True)
@@ -208,13 +229,13 @@ class ModelSpec:
     """Sizes of a model.
 
     Attributes:
-        hidden_size: width of the residual stream.
-        vocab_size: entries of the embedding and of the output projection; None while no tokenizer is known.
-        attention_softcap: tanh bound of attention scores; 0: no bound.
-        encoder_root_parameters: parameters of an encoder's embedding and last norm; 0 without.
-        frozen_tower: parameters of an encoder of images that are not trained, where there are no adapters.
-        causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
-        encoder_layers: number of blocks of an encoder, the first of `layers`, which tokens of sources run through; those of
+        hidden_size: width of the residual stream. vocab_size: entries of the embedding and of the
+        output projection; None while no tokenizer is known. attention_softcap: tanh bound of
+        attention scores; 0: no bound. encoder_root_parameters: parameters of an encoder's embedding
+        and last norm; 0 without. frozen_tower: parameters of an encoder of images that are not
+        trained, where there are no adapters. causal: whether a token sees only earlier tokens;
+        False: also later ones, which doubles the operations of attention. encoder_layers: number of
+        blocks of an encoder, the first of `layers`, which tokens of sources run through; those of
             targets run through the others. 0: there is no encoder.
         tower_parameters: parameters of an encoder of images, with what projects its features.
         tower_values: values that it keeps for backward for a token of an image.
@@ -247,7 +268,8 @@ class ModelSpec:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Number of parameters of the embedding, and also of the output projection. Needs `vocab_size`."""
+        """Number of parameters of the embedding, and also of the output projection. Needs
+        `vocab_size`."""
         if self.vocab_size is None:
             raise ValueError("vocab_size is not set: it comes from the store's tokenizer")
         return self.vocab_size * self.hidden_size
@@ -280,7 +302,8 @@ class ModelSpec:
     def tower_backward(self) -> float:
         """Share of its operations that backward of the encoder of images has.
 
-        Adapters need the gradients of inputs alone: half of those of matrices, but all of attention's, which are taken as half.
+        Adapters need the gradients of inputs alone: half of those of matrices, but all of
+        attention's, which are taken as half.
         """
         if self.adapted:
             return 0.5 if self.tower_adapters else 0.0
@@ -295,11 +318,15 @@ class ModelSpec:
 
     @cached_property
     def trained_sizes(self) -> Counter[Matrix]:
-        """How many parameters of each size have gradients; vectors count as a matrix of one column. Needs `vocab_size`.
+        """How many parameters of each size have gradients; vectors count as a matrix of one column.
+        Needs `vocab_size`.
 
-        Those outside of blocks, as of an encoder of images, are taken to have as many columns as the residual stream.
+        Those outside of blocks, as of an encoder of images, are taken to have as many columns as
+        the residual stream.
         """
-        roles: tuple[Role, ...] = ("lora_a", "adapter") if self.adapted else ("own", "query", "source", "expert")
+        roles: tuple[Role, ...] = (
+            ("lora_a", "adapter") if self.adapted else ("own", "query", "source", "expert")
+        )
         sizes = Counter(matrix for layer in self.layers for matrix in layer.of(*roles))
         if not self.adapted:
             sizes[Matrix(sum(layer.vectors for layer in self.layers) + self.hidden_size, 1)] = 1
@@ -319,24 +346,35 @@ class ModelSpec:
 
     @property
     def multiplied_parameters(self) -> int:
-        """Number of parameters that multiply every token: matrices of the blocks, and the output projection."""
+        """Number of parameters that multiply every token: matrices of the blocks, and the output
+        projection."""
         in_blocks = sum(layer.matrix_parameters + layer.adapter_parameters for layer in self.layers)
         return in_blocks + self.vocabulary_parameters
 
     @property
     def parts(self) -> PartCosts:
-        """What tokens of sources and of targets cost; needs `vocab_size`. Operations of backward count as those of forward."""
+        """What tokens of sources and of targets cost; needs `vocab_size`. Operations of backward
+        count as those of forward."""
         if not self.encoder_layers:
             return EQUAL_PARTS
         of_layers = [layer.matrix_parameters + layer.adapter_parameters for layer in self.layers]
-        # Adapters of K and V of the source are taken to be the same share as of all matrices of a decoder's block.
+        # Adapters of K and V of the source are taken to be the same share as of all matrices of a
+        # decoder's block.
         blocks = zip(of_layers, self.layers, strict=True)
-        crossed = sum(size * layer.source_parameters // layer.matrix_parameters for size, layer in blocks)
+        crossed = sum(
+            size * layer.source_parameters // layer.matrix_parameters for size, layer in blocks
+        )
         source = sum(of_layers[: self.encoder_layers]) + crossed
         target = sum(of_layers) - source + self.vocabulary_parameters
         read, written = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
-        queries, own_queries = (sum(layer.num_attention_heads * layer.head_dim for layer in part) for part in (read, written))
-        keys, own_keys = (sum(layer.num_key_value_heads * layer.head_dim for layer in part) for part in (read, written))
+        queries, own_queries = (
+            sum(layer.num_attention_heads * layer.head_dim for layer in part)
+            for part in (read, written)
+        )
+        keys, own_keys = (
+            sum(layer.num_key_value_heads * layer.head_dim for layer in part)
+            for part in (read, written)
+        )
         return PartCosts(
             attention=queries / own_queries,
             products=2 * source / (source + target),
@@ -344,11 +382,19 @@ class ModelSpec:
         )
 
     def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
-        """Returns the operations of a forward pass over documents of these lengths, of which some are trees.
+        """Returns the operations of a forward pass over documents of these lengths, of which some
+        are trees.
 
-        Needs `vocab_size`. A node of a tree adds to a sequence up to its start the operations of a sequence up to its end.
+        Needs `vocab_size`. A node of a tree adds to a sequence up to its start the operations of a
+        sequence up to its end.
         """
         runs = [(0, length) for document, length in enumerate(lengths) if document not in trees]
         runs += [node.positions for tree in trees.values() for node in tree.nodes]
-        flops = (layer.attention_flops(stop) - layer.attention_flops(start) for layer in self.layers for start, stop in runs)
-        return 2 * self.multiplied_parameters * sum(lengths) + sum(flops) * (1 if self.causal else 2)
+        flops = (
+            layer.attention_flops(stop) - layer.attention_flops(start)
+            for layer in self.layers
+            for start, stop in runs
+        )
+        return 2 * self.multiplied_parameters * sum(lengths) + sum(flops) * (
+            1 if self.causal else 2
+        )

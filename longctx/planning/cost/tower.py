@@ -1,7 +1,8 @@
 """Tower: the work of an encoder of images, and the time that it takes on a ring.
 
-An image is encoded whole by one rank. Its matrices multiply every patch, its attention reaches over a frame or a window, and
-what merges patches multiplies every token. The planner takes a tower to be as fast, per operation, as the model's matrices.
+An image is encoded whole by one rank. Its matrices multiply every patch, its attention reaches over
+a frame or a window, and what merges patches multiplies every token. The planner takes a tower to be
+as fast, per operation, as the model's matrices.
 """
 
 import heapq
@@ -19,9 +20,11 @@ class TowerSpec:
     """Sizes of an encoder of images and of what projects its features.
 
     Attributes:
-        patch_weights, block_weights, token_weights: parameters that multiply every patch before the blocks, every patch in a
+        patch_weights, block_weights, token_weights: parameters that multiply every patch before the
+        blocks, every patch in a
             block, and every token of an image after them.
-        blocks, windowed, unused: number of blocks, of those with attention in windows, and of the last ones, whose output is
+        blocks, windowed, unused: number of blocks, of those with attention in windows, and of the
+        last ones, whose output is
             not used: they have no backward.
         width: query heads × head size.
         merge, window: patches along the edge of a token, and tokens along the edge of a window.
@@ -44,7 +47,8 @@ class TowerSpec:
     def flops(self, tokens: int, grid: Grid, trained: float) -> int:
         """Returns the operations of forward and backward for an image of so many tokens.
 
-        `trained` is the share of the parameters with gradients, by which backward counts. Patches need no gradient of pixels.
+        `trained` is the share of the parameters with gradients, by which backward counts. Patches
+        need no gradient of pixels.
         """
         time, height, width = grid if self.patches is None else (1, 1, self.patches)
         frame = height * width + self.more
@@ -52,7 +56,10 @@ class TowerSpec:
         if self.windowed:
             edge = self.merge * self.window
             seen += self.windowed * _squares(height, edge) * _squares(width, edge)
-        before, after = 2 * self.patch_weights * time * height * width, 2 * self.token_weights * tokens
+        before, after = (
+            2 * self.patch_weights * time * height * width,
+            2 * self.token_weights * tokens,
+        )
         blocks = 2 * time * (self.blocks * self.block_weights * frame + 2 * self.width * seen)
         backward = before + 2 * (blocks * (self.blocks - self.unused) // self.blocks + after)
         return before + blocks + after + round(trained * backward)
@@ -82,19 +89,24 @@ class EncodingTimes:
     def __init__(self, images: ImageWorks) -> None:
         self.works = images
         self._images = {
-            document: sorted(((work.patches, work.time_ns) for work in works), key=lambda work: -work[0])
+            document: sorted(
+                ((work.patches, work.time_ns) for work in works), key=lambda work: -work[0]
+            )
             for document, works in images.items()
         }
         self.whole_ns = sum(time for works in self._images.values() for _, time in works)
         """Sum over all images."""
-        self._counts = np.zeros(1 + max(images, default=0), dtype=np.int64)  # of images, by document
+        # Of images, by document.
+        self._counts = np.zeros(1 + max(images, default=0), dtype=np.int64)
         for document, works in images.items():
             self._counts[document] = len(works)
-        self._found = np.full((len(self._counts), 1 + int(self._counts.max())), -1, dtype=np.int64)  # by number of ranks
+        # By number of ranks.
+        self._found = np.full((len(self._counts), 1 + int(self._counts.max())), -1, dtype=np.int64)
         self._found[:, 0] = 0
 
     def ring_ns(self, documents: Integers, degrees: Integers) -> Integers:
-        """Returns the nanoseconds of the rank that encodes longest, for documents at degrees; both may be broadcast."""
+        """Returns the nanoseconds of the rank that encodes longest, for documents at degrees; both
+        may be broadcast."""
         documents, degrees = np.broadcast_arrays(documents, degrees)
         if not self.whole_ns:
             return np.zeros(documents.shape, dtype=np.int64)
@@ -109,7 +121,8 @@ class EncodingTimes:
         return result
 
     def _busiest_ns(self, document: int, ranks: int) -> int:
-        """As `spread_images` spreads the images of one document, which is quicker with a heap of patches · ranks + rank."""
+        """As `spread_images` spreads the images of one document, which is quicker with a heap of
+        patches · ranks + rank."""
         works = self._images[document]
         times = [time for _, time in works[:ranks]]
         loads = [patches * ranks + rank for rank, (patches, _) in enumerate(works[:ranks])]

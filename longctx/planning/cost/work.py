@@ -12,14 +12,17 @@ from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 REPEATED_ATTENTION = 4.5 / 3.5
-"""Attention operations with recomputation, relative to those without: backward takes 2.5 times the forward."""
+"""Attention operations with recomputation, relative to those without: backward takes 2.5 times the
+forward."""
 COLLECTIVES = 4
-"""Tensor parallel collectives per block and direction: before and after attention, before and after the MLP."""
+"""Tensor parallel collectives per block and direction: before and after attention, before and after
+the MLP."""
 SEGMENTS, STATE_BYTES = 2, 4
-"""Segments of a document per rank, a head and a tail, and bytes per value of their states, which are float32."""
+"""Segments of a document per rank, a head and a tail, and bytes per value of their states, which
+are float32."""
 FLOAT32 = {"bfloat16": 15, "float32": 1}
-"""Time of an operation in float32, in which linear attention scans, relative to the dtype of the matrices. Data sheets of A100,
-H100 and H200 say 15 to 16, without TF32."""
+"""Time of an operation in float32, in which linear attention scans, relative to the dtype of the
+matrices. Data sheets of A100, H100 and H200 say 15 to 16, without TF32."""
 LINEAR_EXCHANGES = 2
 """Exchanges of linear attention per pass: the rows before a convolution, and states."""
 
@@ -29,24 +32,24 @@ class RankWork:
     """Computation and messages per rank; in a pipeline those of the rank with the most work.
 
     Attributes:
-        layers: number of blocks.
-        weights: number of parameters of all matrices, including experts that a token does not use.
-        computed: parameters that every token is multiplied with, plus a third of those that backward recomputes. Scans of
+        layers: number of blocks. weights: number of parameters of all matrices, including experts
+        that a token does not use. computed: parameters that every token is multiplied with, plus a
+        third of those that backward recomputes. Scans of
             linear attention count as the parameters that take as long.
-        attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention; twice that if it is not causal.
-        kv_bytes: bytes of K and V exchanged per token, over all layers and passes.
-        tensor: tensor-parallel size.
-        tensor_bytes: bytes received per token in tensor-parallel collectives.
-        pipeline_bytes: bytes sent per token between pipeline ranks.
-        gpus: number of GPUs of the whole run if it is a pipeline, else 1.
-        queries: part of `computed` that runs while K and V, or their gradients, travel.
-        expert_weights: part of `weights` in experts, which are gathered over the ranks with the same experts.
-        expert_ranks: number of ranks that hold each expert once.
-        expert_bytes: bytes received per token that travels to experts of other ranks, and back.
-        state_bytes: bytes of states that a rank receives from another of a ring, over all layers and passes.
-        split: parameters that tokens of documents on several ranks are multiplied with beside, as `computed`.
-        received: parameters that tokens from other ranks are multiplied with, as `computed`: those that expand latents.
-        exchanges: number of layers that exchange K and V, and those of linear attention by how often they exchange.
+        attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention;
+        twice that if it is not causal. kv_bytes: bytes of K and V exchanged per token, over all
+        layers and passes. tensor: tensor-parallel size. tensor_bytes: bytes received per token in
+        tensor-parallel collectives. pipeline_bytes: bytes sent per token between pipeline ranks.
+        gpus: number of GPUs of the whole run if it is a pipeline, else 1. queries: part of
+        `computed` that runs while K and V, or their gradients, travel. expert_weights: part of
+        `weights` in experts, which are gathered over the ranks with the same experts. expert_ranks:
+        number of ranks that hold each expert once. expert_bytes: bytes received per token that
+        travels to experts of other ranks, and back. state_bytes: bytes of states that a rank
+        receives from another of a ring, over all layers and passes. split: parameters that tokens
+        of documents on several ranks are multiplied with beside, as `computed`. received:
+        parameters that tokens from other ranks are multiplied with, as `computed`: those that
+        expand latents. exchanges: number of layers that exchange K and V, and those of linear
+        attention by how often they exchange.
     """
 
     layers: int
@@ -83,11 +86,13 @@ def work_of(
 ) -> RankWork:
     """Returns the work per token of the slowest pipeline rank.
 
-    `spec` must have a vocabulary; `tokens_per_rank` determines where stages are cut. Every stage receives [tokens, hidden] / tp
-    in forward and in backward. Queries are computed while K and V travel, also in recomputed forwards; the gradient of their
-    input while those of K and V return; the gradient of their weights later, in compiled blocks. Windows count as full
-    attention. With an encoder, a token is half one of a source and half one of a target, and attention is the decoder's
-    (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`. Raises ProfileError if tp does not divide KV heads.
+    `spec` must have a vocabulary; `tokens_per_rank` determines where stages are cut. Every stage
+    receives [tokens, hidden] / tp in forward and in backward. Queries are computed while K and V
+    travel, also in recomputed forwards; the gradient of their input while those of K and V return;
+    the gradient of their weights later, in compiled blocks. Windows count as full attention. With
+    an encoder, a token is half one of a source and half one of a target, and attention is the
+    decoder's (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`. Raises
+    ProfileError if tp does not divide KV heads.
     """
     _check_kv_heads(spec, tensor)
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
@@ -99,15 +104,25 @@ def work_of(
     heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
     linear, passes = [layer.scan for layer in layers if layer.scan is not None], 3 + again - keep_kv
     linear_passes = 2 + (recompute != "none")
-    scans = [_scanned(scan, 1 if fused and scan.delta_rule else FLOAT32[dtype], recompute) for scan in linear]
+    scans = [
+        _scanned(scan, 1 if fused and scan.delta_rule else FLOAT32[dtype], recompute)
+        for scan in linear
+    ]
     exchanging = attending + (decoder if spec.encoder_layers else [])  # cross-attention
-    kv_bytes = sum(kv_bytes_per_token(layer.sent_values(tensor), ELEMENT_BYTES[dtype], passes) for layer in exchanging)
+    kv_bytes = sum(
+        kv_bytes_per_token(layer.sent_values(tensor), ELEMENT_BYTES[dtype], passes)
+        for layer in exchanging
+    )
     return RankWork(
         layers=len(layers),
         weights=(matrices - experts + experts / expert) / tensor,
-        computed=(_computed(spec, layers, head, recompute) + sum(scan for scan, _ in scans)) / tensor / share,
+        computed=(_computed(spec, layers, head, recompute) + sum(scan for scan, _ in scans))
+        / tensor
+        / share,
         # Profiles need positive constants, also for models without softmax attention.
-        attention=max(1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)),
+        attention=max(
+            1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)
+        ),
         kv_bytes=max(1, kv_bytes // share),
         tensor=tensor,
         tensor_bytes=_tensor_bytes(len(layers), hidden_bytes, recompute, tensor),
@@ -117,10 +132,16 @@ def work_of(
         expert_weights=experts / expert_ranks,
         expert_ranks=expert_ranks if experts else 1,
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
-        state_bytes=SEGMENTS * STATE_BYTES * sum(scan.state_size for scan in linear) * linear_passes,
+        state_bytes=SEGMENTS
+        * STATE_BYTES
+        * sum(scan.state_size for scan in linear)
+        * linear_passes,
         split=sum(split for _, split in scans) / tensor,
         # Backward expands again; frozen weights have no gradient.
-        received=sum(layer.latent.parameters for layer in attending) * (4 + again - spec.adapted) / 3 / tensor,
+        received=sum(layer.latent.parameters for layer in attending)
+        * (4 + again - spec.adapted)
+        / 3
+        / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
     )
 
@@ -128,13 +149,23 @@ def work_of(
 def _check_kv_heads(spec: ModelSpec, tensor: int) -> None:
     for layer in spec.layers:
         if layer.num_key_value_heads % tensor:
-            raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {layer.num_key_value_heads} KV heads")
+            raise ProfileError(
+                f"tensor_parallel_size is {tensor}, which does not divide "
+                f"{layer.num_key_value_heads} KV heads"
+            )
 
 
-def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[list[LayerSpec], int]:
-    """Returns the blocks, and the parameters of the head, of the pipeline rank with most work; the last rank has the head."""
-    ranks = [[spec.layers[number] for number in held] for held in layers_of_ranks(spec, pipeline, tokens_per_rank)]
-    work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]  # as in `split_layers`
+def _slowest_rank(
+    spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int
+) -> tuple[list[LayerSpec], int]:
+    """Returns the blocks, and the parameters of the head, of the pipeline rank with most work; the
+    last rank has the head."""
+    ranks = [
+        [spec.layers[number] for number in held]
+        for held in layers_of_ranks(spec, pipeline, tokens_per_rank)
+    ]
+    # As in `split_layers`.
+    work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]
     work[-1] += spec.vocabulary_parameters
     if work[-1] == max(work):
         return ranks[-1], spec.vocabulary_parameters
@@ -142,10 +173,12 @@ def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> 
 
 
 def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute: str) -> float:
-    """Returns the parameters that a token is multiplied with, plus a third of those that backward recomputes.
+    """Returns the parameters that a token is multiplied with, plus a third of those that backward
+    recomputes.
 
-    Recomputation repeats all matrices of a block (mode mlp: only those of the MLP, norms: none), but never the last one of the
-    MLP, as torch stops when all saved tensors are there. Frozen weights have no gradients, a third of the operations.
+    Recomputation repeats all matrices of a block (mode mlp: only those of the MLP, norms: none),
+    but never the last one of the MLP, as torch stops when all saved tensors are there. Frozen
+    weights have no gradients, a third of the operations.
     """
     in_blocks = sum(layer.matrix_parameters for layer in layers)
     last = sum(layer.hidden_size * layer.intermediate_size for layer in layers)
@@ -155,70 +188,96 @@ def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute
 
 
 def _scanned(scan: Scan, slower: float, recompute: str) -> tuple[float, float]:
-    """Returns the parameters that take as long as a layer's scan, and as what it takes more for split documents."""
+    """Returns the parameters that take as long as a layer's scan, and as what it takes more for
+    split documents."""
     again = recompute in ("selective", "full")
-    whole, split = (slower * (forward * (1 + again) + backward) / 6 for forward, backward in (scan.flops, scan.split_flops))
+    whole, split = (
+        slower * (forward * (1 + again) + backward) / 6
+        for forward, backward in (scan.flops, scan.split_flops)
+    )
     return whole, split
 
 
 def _tensor_bytes(layers: int, hidden_bytes: int, recompute: str, tensor: int) -> float:
-    """Returns the bytes that a rank receives per token in collectives of blocks; those of embedding and head are not counted.
+    """Returns the bytes that a rank receives per token in collectives of blocks; those of embedding
+    and head are not counted.
 
-    A block has 4 in forward, 4 in backward and 3 in a recomputed forward, each with (tp - 1)/tp of [tokens, hidden].
+    A block has 4 in forward, 4 in backward and 3 in a recomputed forward, each with (tp - 1)/tp of
+    [tokens, hidden].
     """
     collectives = 2 * COLLECTIVES + (COLLECTIVES - 1 if recompute != "none" else 0)
     return layers * collectives * hidden_bytes * (tensor - 1) / tensor
 
 
-def _expert_bytes(layers: Sequence[LayerSpec], hidden_bytes: int, recompute: str, expert_ranks: int) -> float:
-    """Returns the bytes that tensor-parallel ranks receive per token from and for experts of other ranks.
+def _expert_bytes(
+    layers: Sequence[LayerSpec], hidden_bytes: int, recompute: str, expert_ranks: int
+) -> float:
+    """Returns the bytes that tensor-parallel ranks receive per token from and for experts of other
+    ranks.
 
-    A token's row travels to all its experts and back, in forward, in backward and in a recomputed forward.
+    A token's row travels to all its experts and back, in forward, in backward and in a recomputed
+    forward.
     """
     rows = (4 + 2 * (recompute != "none")) * sum(layer.experts_per_token for layer in layers)
     return rows * hidden_bytes * (expert_ranks - 1) / expert_ranks
 
 
 def kv_bytes_per_token(values: int, element_bytes: int, passes: int = 3) -> int:
-    """Returns the bytes of a token's `values` in all passes: fetched forward, fetched and returned in backward.
+    """Returns the bytes of a token's `values` in all passes: fetched forward, fetched and returned
+    in backward.
 
-    Ranks at the ends of a ring move this many bytes: index 0 fetches all rows of its peers and returns all their gradients; the
-    last index sends all its rows and receives all their gradients. Ranks in between move less (three quarters on average), but
-    a pass takes as long as its slowest rank. `passes` is 4 if attention is recomputed, and one less if K and V are kept for
-    backward. Gradients travel in the dtype of K and V.
+    Ranks at the ends of a ring move this many bytes: index 0 fetches all rows of its peers and
+    returns all their gradients; the last index sends all its rows and receives all their gradients.
+    Ranks in between move less (three quarters on average), but a pass takes as long as its slowest
+    rank. `passes` is 4 if attention is recomputed, and one less if K and V are kept for backward.
+    Gradients travel in the dtype of K and V.
     """
     return values * element_bytes * passes
 
 
 def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
-    """Returns the layers of every stage, consecutive and at least one: first the slowest stage is minimal, then costs are even.
+    """Returns the layers of every stage, consecutive and at least one: first the slowest stage is
+    minimal, then costs are even.
 
-    Costs are multiplications per token: of a block with attention to `keys` tokens, and of the head after the last block. The
-    embedding before the first block copies a row, which costs as much as the row has values.
+    Costs are multiplications per token: of a block with attention to `keys` tokens, and of the head
+    after the last block. The embedding before the first block copies a row, which costs as much as
+    the row has values.
     """
     costs = [layer.multiplications(keys) for layer in spec.layers]
     costs[0] += spec.hidden_size
     costs[-1] += spec.vocabulary_parameters
     slowest, _ = _best_split(costs, stages, max)
-    _, ends = _best_split(costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf)
+    _, ends = _best_split(
+        costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf
+    )
     return [range(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
 
 
 @cache
-def layers_of_ranks(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[tuple[int, ...], ...]:
+def layers_of_ranks(
+    spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int
+) -> tuple[tuple[int, ...], ...]:
     """Returns the layers of every rank of a pipeline, over all stages of the rank."""
     splits = split_layers(spec, pipeline.stages, keys=tokens_per_rank // 2)
-    return tuple(tuple(itertools.chain(*splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks))
+    return tuple(
+        tuple(itertools.chain(*splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks)
+    )
 
 
-def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:
-    """Returns the smallest value of a split, and the ends of its stages; `add` returns the value with one more stage."""
+def _best_split(
+    costs: list[int], stages: int, add: Callable[[float, int], float]
+) -> tuple[float, tuple[int, ...]]:
+    """Returns the smallest value of a split, and the ends of its stages; `add` returns the value
+    with one more stage."""
     up_to = [0, *itertools.accumulate(costs)]
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}  # by number of layers; each iteration adds a stage
+    # By number of layers; each iteration adds a stage.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages + 1):
         best = {
             stop: min(
-                (add(value, up_to[stop] - up_to[start]), (*ends, stop)) for start, (value, ends) in best.items() if start < stop
+                (add(value, up_to[stop] - up_to[start]), (*ends, stop))
+                for start, (value, ends) in best.items()
+                if start < stop
             )
             for stop in range(stage, len(costs) - stages + stage + 1)
         }

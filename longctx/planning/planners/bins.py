@@ -1,7 +1,8 @@
-"""Bins: plans by a table that maps length bins to degrees, given by the user or derived from the hardware profile.
+"""Bins: plans by a table that maps length bins to degrees, given by the user or derived from the
+hardware profile.
 
-In the derived table, the bin of degree d ends at the longest document whose ranks take no longer than one rank takes for a
-document of `tokens_per_rank` tokens. Degrees are powers of two, and N.
+In the derived table, the bin of degree d ends at the longest document whose ranks take no longer
+than one rank takes for a document of `tokens_per_rank` tokens. Degrees are powers of two, and N.
 """
 
 from collections.abc import Mapping
@@ -21,19 +22,22 @@ ROUNDS = 64
 
 
 def plan_bins(step: Step) -> Candidate:
-    """Plans by the given or derived table. Raises PlanError if a document does not fit the table."""
+    """Plans by the given or derived table. Raises PlanError if a document does not fit the
+    table."""
     return step.candidate("bins", pack_bins(step, bin_degrees(step)))
 
 
 def bin_degrees(step: Step) -> Integers:
-    """Returns the degree of every document by the step's table; see `degrees_by_bins` and `derived_degrees`."""
+    """Returns the degree of every document by the step's table; see `degrees_by_bins` and
+    `derived_degrees`."""
     if step.bins is None:
         return derived_degrees(step.profile, step.lengths, step.places, step.tokens_per_rank)
     return degrees_by_bins(step.bins, step.lengths, step.places, step.tokens_per_rank)
 
 
 def pack_bins(step: Step, degrees: Integers) -> Assignment:
-    """Packs documents at these degrees, as mode auto does, into the fewest micro-batches that work."""
+    """Packs documents at these degrees, as mode auto does, into the fewest micro-batches that
+    work."""
     chosen, micro_batches = step.with_degrees(degrees), step.fewest_micro_batches
     while True:
         rings = place_rings(step, chosen, micro_batches, 0, micro_batches)
@@ -45,11 +49,15 @@ def pack_bins(step: Step, degrees: Integers) -> Assignment:
 
 @lru_cache(maxsize=64)
 def derived_bins(profile: HardwareProfile, ranks: int, tokens_per_rank: int) -> dict[int, int]:
-    """Returns the table {longest document of the bin: degree}, ascending; the last bin ends at what the whole domain holds."""
+    """Returns the table {longest document of the bin: degree}, ascending; the last bin ends at what
+    the whole domain holds."""
     one = np.ones(1, dtype=np.int64)
     limit = int(alone_ns(profile, one * tokens_per_rank, one)[0])
-    degrees = np.array([1 << i for i in range(ranks.bit_length()) if 1 << i < ranks] + [ranks], dtype=np.int64)
-    low, high = np.zeros_like(degrees), degrees * tokens_per_rank  # bounds of the longest document of each bin
+    degrees = np.array(
+        [1 << i for i in range(ranks.bit_length()) if 1 << i < ranks] + [ranks], dtype=np.int64
+    )
+    # Bounds of the longest document of each bin.
+    low, high = np.zeros_like(degrees), degrees * tokens_per_rank
     while (low < high).any():
         middle = (low + high + 1) // 2
         fits = largest_shards(middle, degrees) <= tokens_per_rank
@@ -62,25 +70,36 @@ def derived_bins(profile: HardwareProfile, ranks: int, tokens_per_rank: int) -> 
     return bins
 
 
-def derived_degrees(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
-    """Returns the degree of every document by the derived table. Every document must fit at some degree.
+def derived_degrees(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int
+) -> Integers:
+    """Returns the degree of every document by the derived table. Every document must fit at some
+    degree.
 
-    With a small odd budget some lengths fit only at odd degrees: such a document takes its smallest fitting degree.
+    With a small odd budget some lengths fit only at odd degrees: such a document takes its smallest
+    fitting degree.
     """
     bins = derived_bins(profile, ranks, tokens_per_rank)
-    bounds, table = np.array(list(bins), dtype=np.int64), np.array(list(bins.values()), dtype=np.int64)
+    bounds, table = (
+        np.array(list(bins), dtype=np.int64),
+        np.array(list(bins.values()), dtype=np.int64),
+    )
     degrees = table[np.minimum(np.searchsorted(bounds, lengths), len(table) - 1)]
     fits = largest_shards(lengths, degrees) <= tokens_per_rank
     return np.where(fits, degrees, least_degrees(lengths, ranks, tokens_per_rank))
 
 
 def table_problem(bins: Mapping[int, int]) -> tuple[str, str] | None:
-    """Returns the rule that a table {longest document of the bin: degree} breaks and the fix, or None."""
+    """Returns the rule that a table {longest document of the bin: degree} breaks and the fix, or
+    None."""
     lengths, degrees = list(bins), list(bins.values())
     if not bins:
         return "the table must not be empty", "write {8192: 1, 32768: 4}, or omit it"
     if not all(type(number) is int and number >= 1 for number in lengths + degrees):
-        return "lengths and degrees must be whole numbers of at least 1", "write {8192: 1, 32768: 4}, for example"
+        return (
+            "lengths and degrees must be whole numbers of at least 1",
+            "write {8192: 1, 32768: 4}, for example",
+        )
     if lengths != sorted(lengths):
         return "lengths must be ascending", "sort the rows by length"
     if degrees != sorted(degrees):
@@ -88,23 +107,34 @@ def table_problem(bins: Mapping[int, int]) -> tuple[str, str] | None:
     return None
 
 
-def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
-    """Returns the degree of every document: the degree of the first bin whose limit is at least its length.
+def degrees_by_bins(
+    bins: Mapping[int, int], lengths: Integers, ranks: int, tokens_per_rank: int
+) -> Integers:
+    """Returns the degree of every document: the degree of the first bin whose limit is at least its
+    length.
 
-    Raises PlanError for a malformed table, a document longer than the last bin, or a degree too small for the token budget.
+    Raises PlanError for a malformed table, a document longer than the last bin, or a degree too
+    small for the token budget.
     """
     if problem := table_problem(bins):
         rule, fix = problem
         raise PlanError(f"bins are {dict(bins)}: {rule}; {fix}")
-    bounds, table = np.array(list(bins), dtype=np.int64), np.array(list(bins.values()), dtype=np.int64)
+    bounds, table = (
+        np.array(list(bins), dtype=np.int64),
+        np.array(list(bins.values()), dtype=np.int64),
+    )
     if table[-1] > ranks:
-        raise PlanError(f"bin {bounds[-1]} has degree {table[-1]}: must be in 1..{ranks}, the size of the domain")
+        raise PlanError(
+            f"bin {bounds[-1]} has degree {table[-1]}: must be in 1..{ranks}, the size of the "
+            "domain"
+        )
     index = np.searchsorted(bounds, lengths)
     beyond = np.flatnonzero(index == len(bounds))
     if len(beyond):
         document = int(beyond[0])
         raise PlanError(
-            f"document {document} has {lengths[document]} tokens, but the bins end at {bounds[-1]}: add a bin, or use mode auto"
+            f"document {document} has {lengths[document]} tokens, but the bins end at "
+            f"{bounds[-1]}: add a bin, or use mode auto"
         )
     degrees: Integers = table[index]
     shards = largest_shards(lengths, degrees)
@@ -112,8 +142,10 @@ def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, toke
     if len(over):
         document = int(over[0])
         raise PlanError(
-            f"document {document} has {lengths[document]} tokens, but degree {degrees[document]} of its bin holds at most "
+            f"document {document} has {lengths[document]} tokens, but degree {degrees[document]} "
+            "of its bin holds at most "
             f"{int(degrees[document]) * tokens_per_rank}: raise the bin's degree to "
-            f"{least_degrees(lengths[[document]], ranks, tokens_per_rank)[0]}, or tokens_per_rank to {shards[document]}"
+            f"{least_degrees(lengths[[document]], ranks, tokens_per_rank)[0]}, or tokens_per_rank "
+            f"to {shards[document]}"
         )
     return degrees

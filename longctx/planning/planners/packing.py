@@ -1,11 +1,14 @@
 """Packing: places documents of known degree into K micro-batches of N ranks.
 
-1. Rings and documents that take more than half a micro-batch: longest first, each on the least loaded run of ranks.
-2. Targets: the time of each micro-batch once it takes the remaining documents, poured in as water is, within the token budget.
-3. Remaining documents: longest first, each on the rank with the most room below its micro-batch's target (list scheduling,
-   Graham 1969).
+1. Rings and documents that take more than half a micro-batch: longest first, each on the least
+   loaded run of ranks.
+2. Targets: the time of each micro-batch once it takes the remaining documents, poured in as water
+   is, within the token budget.
+3. Remaining documents: longest first, each on the rank with the most room below its micro-batch's
+   target (list scheduling, Graham 1969).
 
-The sum of the targets estimates the makespan without step 3, so many placements of rings are compared and few are filled.
+The sum of the targets estimates the makespan without step 3, so many placements of rings are
+compared and few are filled.
 """
 
 import heapq
@@ -21,7 +24,8 @@ from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.step import Degrees, Step
 
 FULL = NEVER // 2
-"""Load of a rank without room for a document's tokens: more than any time, and small enough to add a time to."""
+"""Load of a rank without room for a document's tokens: more than any time, and small enough to add
+a time to."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,11 @@ class PlacedRings:
     """Rings and other large documents in their places, before the remaining documents are placed.
 
     Attributes:
-        degree, time, tokens: degree, time per rank in nanoseconds and maximum tokens per rank (arrays [documents]).
-        placed: mask of the documents placed so far; the others have degree 1.
-        micro_batch, first_rank: places of these documents (arrays [documents]).
-        load, free: their nanoseconds and the free tokens on every rank (arrays [micro-batches, ranks]).
-        target: nanoseconds of every micro-batch including the remaining documents, poured in as water is.
+        degree, time, tokens: degree, time per rank in nanoseconds and maximum tokens per rank
+        (arrays [documents]). placed: mask of the documents placed so far; the others have degree 1.
+        micro_batch, first_rank: places of these documents (arrays [documents]). load, free: their
+        nanoseconds and the free tokens on every rank (arrays [micro-batches, ranks]). target:
+        nanoseconds of every micro-batch including the remaining documents, poured in as water is.
     """
 
     degree: Integers
@@ -54,24 +58,39 @@ class PlacedRings:
     def bare(self) -> tuple[Integers, Integers]:
         """Nanoseconds and free tokens of every slot, counting rings only (arrays [slots])."""
         early = np.flatnonzero(self.placed & (self.degree == 1))
-        slots, cells = self.micro_batch[early] * self.load.shape[1] + self.first_rank[early], self.load.size
+        slots, cells = (
+            self.micro_batch[early] * self.load.shape[1] + self.first_rank[early],
+            self.load.size,
+        )
         time = np.bincount(slots, self.time[early], cells).astype(np.int64)
         tokens = np.bincount(slots, self.tokens[early], cells).astype(np.int64)
         return self.load.ravel() - time, self.free.ravel() + tokens
 
 
 def place_rings(
-    step: Step, degrees: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
+    step: Step,
+    degrees: Degrees,
+    micro_batches: int,
+    start: Integers | int,
+    stop: Integers | int,
+    *,
+    dense: bool = False,
 ) -> PlacedRings | None:
-    """Places rings and large documents in micro-batches `start` to `stop` - 1, which may differ per document.
+    """Places rings and large documents in micro-batches `start` to `stop` - 1, which may differ per
+    document.
 
-    A document without room there goes to any other micro-batch; returns None if it fits nowhere. `dense` places rings side by
-    side even where they cross node boundaries, instead of leaving gaps. Example: in one micro-batch of 4 ranks, documents of
-    30 ns on 2 ranks, 20 ns on 2 and 10 ns on 1 go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
+    A document without room there goes to any other micro-batch; returns None if it fits nowhere.
+    `dense` places rings side by side even where they cross node boundaries, instead of leaving
+    gaps. Example: in one micro-batch of 4 ranks, documents of 30 ns on 2 ranks, 20 ns on 2 and 10
+    ns on 1 go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
     """
     load = np.zeros((micro_batches, step.places), dtype=np.int64)
     free = np.full_like(load, step.tokens_per_rank)
-    time, micro_batch, first_rank = degrees.time.copy(), np.zeros_like(step.lengths), np.zeros_like(step.lengths)
+    time, micro_batch, first_rank = (
+        degrees.time.copy(),
+        np.zeros_like(step.lengths),
+        np.zeros_like(step.lengths),
+    )
     placed = (degrees.degree > 1) | (time > degrees.work // load.size // 2)
     early = np.flatnonzero(placed)
     early = early[np.argsort(-step.lengths[early], kind="stable")]
@@ -80,7 +99,9 @@ def place_rings(
     for document, by_first_rank in zip(early.tolist(), times, strict=True):
         degree, shard = int(degrees.degree[document]), int(degrees.tokens[document])
         extra = np.zeros_like(by_first_rank) if dense else by_first_rank
-        run = _best_run(load, free, int(starts[document]), int(stops[document]), degree, shard, extra)
+        run = _best_run(
+            load, free, int(starts[document]), int(stops[document]), degree, shard, extra
+        )
         run = run or _best_run(load, free, 0, micro_batches, degree, shard, extra)
         if run is None:
             return None
@@ -91,11 +112,14 @@ def place_rings(
     target = _water_filled(load, free, int(time[~placed].sum()), int(degrees.tokens[~placed].sum()))
     if target is None:
         return None
-    return PlacedRings(degrees.degree, time, degrees.tokens, placed, micro_batch, first_rank, load, free, target)
+    return PlacedRings(
+        degrees.degree, time, degrees.tokens, placed, micro_batch, first_rank, load, free, target
+    )
 
 
 def _times_by_first_rank(step: Step, degrees: Degrees, documents: Integers) -> Integers:
-    """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks], equal on every node."""
+    """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks],
+    equal on every node."""
     node = step.profile.ranks_per_node
     repeat = min(node // math.gcd(node, step.block), step.places)
     times = step.alone_ns(documents[:, None], degrees.degree[documents][:, None], np.arange(repeat))
@@ -105,9 +129,11 @@ def _times_by_first_rank(step: Step, degrees: Degrees, documents: Integers) -> I
 def _best_run(
     load: Integers, free: Integers, start: int, stop: int, degree: int, tokens: int, time: Integers
 ) -> tuple[int, int] | None:
-    """Returns micro-batch and first rank of the `degree` ranks that finish first with one more ring; None if tokens do not fit.
+    """Returns micro-batch and first rank of the `degree` ranks that finish first with one more
+    ring; None if tokens do not fit.
 
-    `time` [ranks] is the ring's time by first rank: crossing a node boundary moves exchange to the slow network.
+    `time` [ranks] is the ring's time by first rank: crossing a node boundary moves exchange to the
+    slow network.
     """
     done = _sliding_max(np.where(free[start:stop] >= tokens, load[start:stop], FULL), degree)
     done = done + time[: done.shape[1]]
@@ -126,11 +152,13 @@ def _sliding_max(values: Integers, width: int) -> Integers:
 
 
 def _water_filled(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
-    """Returns the targets with the smallest sum that take `work` more nanoseconds and `tokens`; None if tokens do not fit.
+    """Returns the targets with the smallest sum that take `work` more nanoseconds and `tokens`;
+    None if tokens do not fit.
 
-    Water filling: a rank takes work up to its micro-batch's target or until its tokens are used up, at the mean time per token.
-    Raising a target adds work to every rank with free tokens, so the micro-batch with the most such ranks is raised first.
-    Example: with tokens to spare, loads of 4 and 2 in one micro-batch and of 3 and 1 in another take 6 more at targets 5 and 3.
+    Water filling: a rank takes work up to its micro-batch's target or until its tokens are used up,
+    at the mean time per token. Raising a target adds work to every rank with free tokens, so the
+    micro-batch with the most such ranks is raised first. Example: with tokens to spare, loads of 4
+    and 2 in one micro-batch and of 3 and 1 in another take 6 more at targets 5 and 3.
     """
     if tokens > int(free.sum()):
         return None
@@ -141,7 +169,10 @@ def _water_filled(load: Integers, free: Integers, work: int, tokens: int) -> Int
     level = np.sort(np.maximum(full, lowest[:, None]), axis=1)
     rise = np.diff(level, axis=1, prepend=lowest[:, None]).ravel()
     micro_batches, ranks = load.shape
-    micro_batch, ranks_that_rise = np.repeat(np.arange(micro_batches), ranks), np.tile(np.arange(ranks, 0, -1), micro_batches)
+    micro_batch, ranks_that_rise = (
+        np.repeat(np.arange(micro_batches), ranks),
+        np.tile(np.arange(ranks, 0, -1), micro_batches),
+    )
     order = np.lexsort((micro_batch, -ranks_that_rise))
     micro_batch, rise, ranks_that_rise = micro_batch[order], rise[order], ranks_that_rise[order]
     poured = np.cumsum(rise * ranks_that_rise) - rise * ranks_that_rise  # before each rise
@@ -154,7 +185,9 @@ def fill(rings: PlacedRings) -> Assignment | None:
     """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
     rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
     rest = rest[np.argsort(-rings.time[rest], kind="stable")]
-    chosen = emptiest_first(rings.load - rings.target[:, None], rings.free, rings.time[rest], rings.tokens[rest])
+    chosen = emptiest_first(
+        rings.load - rings.target[:, None], rings.free, rings.time[rest], rings.tokens[rest]
+    )
     if chosen is None:
         return None
     slots = rings.micro_batch * ranks + rings.first_rank
@@ -163,13 +196,16 @@ def fill(rings: PlacedRings) -> Assignment | None:
 
 
 def even_out(rings: PlacedRings, plan: Assignment, rounds: int) -> Assignment:
-    """Moves and swaps documents of degree 1 until all targets are met, for at most `rounds` rounds."""
+    """Moves and swaps documents of degree 1 until all targets are met, for at most `rounds`
+    rounds."""
     ranks = rings.load.shape[1]
     singles = np.flatnonzero(rings.degree == 1)
     slots = plan.micro_batch * ranks + plan.first_rank
     load, free = rings.bare
     room = np.repeat(rings.target, ranks) - load
-    slots[singles] = balance(slots[singles], rings.time[singles], rings.tokens[singles], room, free, ranks, rounds)
+    slots[singles] = balance(
+        slots[singles], rings.time[singles], rings.tokens[singles], room, free, ranks, rounds
+    )
     return _with_slots(rings, slots, ranks)
 
 
@@ -178,13 +214,18 @@ def _with_slots(rings: PlacedRings, slots: Integers, ranks: int) -> Assignment:
     return Assignment.alternating(*np.divmod(slots, ranks), rings.degree)
 
 
-def emptiest_first(load: Integers, free: Integers, time: Integers, tokens: Integers) -> Integers | None:
-    """Returns slots for documents of these times and tokens, in order: each gets the least loaded slot with enough free tokens.
+def emptiest_first(
+    load: Integers, free: Integers, time: Integers, tokens: Integers
+) -> Integers | None:
+    """Returns slots for documents of these times and tokens, in order: each gets the least loaded
+    slot with enough free tokens.
 
-    Slots without enough tokens wait until shorter documents fit them again; returns None if a document fits nowhere.
+    Slots without enough tokens wait until shorter documents fit them again; returns None if a
+    document fits nowhere.
     """
     count, room = load.size, free.ravel().tolist()
-    ready = [value * count + slot for slot, value in enumerate(load.ravel().tolist())]  # compare faster than pairs
+    # Compare faster than pairs.
+    ready = [value * count + slot for slot, value in enumerate(load.ravel().tolist())]
     heapq.heapify(ready)
     waiting: list[tuple[int, int]] = []  # (-free tokens, entry of `ready`)
     slots = []

@@ -1,8 +1,9 @@
-"""Planner: makes a checked plan from document lengths, in one of three modes scored by the same cost model.
+"""Planner: makes a checked plan from document lengths, in one of three modes scored by the same
+cost model.
 
-`static` gives every document the same degree, `bins` takes degrees from a table, and `auto` searches over degrees and also
-scores the other two modes, so it is never worse than either. Planning is a pure function: no randomness, and no clock except
-for `planning_ms`.
+`static` gives every document the same degree, `bins` takes degrees from a table, and `auto`
+searches over degrees and also scores the other two modes, so it is never worse than either.
+Planning is a pure function: no randomness, and no clock except for `planning_ms`.
 """
 
 import contextlib
@@ -14,9 +15,26 @@ from functools import cache
 
 import numpy as np
 
-from longctx.arguments import Rule, anything, checked, kind, mapping_of, or_none, row_of, sequence_of, whole
+from longctx.arguments import (
+    Rule,
+    anything,
+    checked,
+    kind,
+    mapping_of,
+    or_none,
+    row_of,
+    sequence_of,
+    whole,
+)
 from longctx.planning.assignment import least_degrees
-from longctx.planning.check import MOST_TOKENS, check_lengths, check_plan, check_settings, check_sources, check_trees
+from longctx.planning.check import (
+    MOST_TOKENS,
+    check_lengths,
+    check_plan,
+    check_settings,
+    check_sources,
+    check_trees,
+)
 from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
 from longctx.planning.cost.model import StepTimes
 from longctx.planning.cost.tower import EncodingTimes, TowerSpeed
@@ -33,18 +51,25 @@ from longctx.planning.planners.step import Candidate, Step, fastest
 from longctx.planning.tree import NO_TREES, Tree, Trees
 
 CLOSE = 1.1
-"""In a pipeline, token budgets whose first plan is within this factor of the best are searched further."""
+"""In a pipeline, token budgets whose first plan is within this factor of the best are searched
+further."""
 
 
 RULES: dict[str, Rule] = {
     "lengths": row_of("document lengths"),
-    "profile": kind("a HardwareProfile, such as HardwareProfile.load('h100-nvlink-ib')", HardwareProfile),
+    "profile": kind(
+        "a HardwareProfile, such as HardwareProfile.load('h100-nvlink-ib')", HardwareProfile
+    ),
     "bins": or_none(mapping_of("lengths to degrees", whole(least=1), keys=whole(least=1))),
     "pipeline": kind("a Pipeline of longctx.planning.pipeline", Pipeline),
-    "trees": mapping_of("documents to trees", kind("a Tree of longctx.planning.tree", Tree), keys=anything),
+    "trees": mapping_of(
+        "documents to trees", kind("a Tree of longctx.planning.tree", Tree), keys=anything
+    ),
     "sources": sequence_of("tokens of sources", whole(least=1, most=MOST_TOKENS)),
     "parts": kind("PartCosts of longctx.planning.parts", PartCosts),
-    "images": or_none(mapping_of("documents to their images", row_of("images"), keys=whole(least=0))),
+    "images": or_none(
+        mapping_of("documents to their images", row_of("images"), keys=whole(least=0))
+    ),
     "tower": or_none(kind("a TowerSpeed of longctx.planning.cost.tower", TowerSpeed)),
 }
 """Rules of the arguments that `check_settings` does not check."""
@@ -68,26 +93,27 @@ def make_plan(
     images: Mapping[int, Sequence[tuple[int, Grid]]] | None = None,
     tower: TowerSpeed | None = None,
 ) -> Plan:
-    """Returns a checked plan of one optimizer step, with micro-batches in descending order of time; in a pipeline the longest
-    ones are in the middle.
+    """Returns a checked plan of one optimizer step, with micro-batches in descending order of time;
+    in a pipeline the longest ones are in the middle.
 
     Args:
-        lengths: tokens of every document, each ≥ 1.
-        ranks: size N of the domain.
-        tokens_per_rank: maximum number of tokens per rank in a micro-batch.
-        degree: degree for mode static; None chooses the best one.
-        bins: table {longest document of the bin: degree} for mode bins; None derives it from the profile. Mode auto also
+        lengths: tokens of every document, each ≥ 1. ranks: size N of the domain. tokens_per_rank:
+        maximum number of tokens per rank in a micro-batch. degree: degree for mode static; None
+        chooses the best one. bins: table {longest document of the bin: degree} for mode bins; None
+        derives it from the profile. Mode auto also
             considers this table, unless a document does not fit it.
-        max_remote_tokens: about how many remote tokens a round of the exchange has at most. A rank holds K and V of two rounds
+        max_remote_tokens: about how many remote tokens a round of the exchange has at most. A rank
+        holds K and V of two rounds
             at once. None: as many rounds as hide the exchange (see `rounds`).
-        pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows are tried as well.
-        trees: documents that are trees, by document; see `longctx.planning.tree`.
-        sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; else empty.
-        parts: what tokens of sources and of targets cost.
-        images: tokens and grid of each image of documents, by document.
-        tower: encoder of images, whose work is planned too; None: it takes no time.
+        pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows
+        are tried as well. trees: documents that are trees, by document; see
+        `longctx.planning.tree`. sources: for an encoder-decoder, the tokens of every document that
+        its encoder reads, the first ones; else empty. parts: what tokens of sources and of targets
+        cost. images: tokens and grid of each image of documents, by document. tower: encoder of
+        images, whose work is planned too; None: it takes no time.
 
-    Raises PlanError for malformed input, or documents that fit at no degree (names the document and the remedies).
+    Raises PlanError for malformed input, or documents that fit at no degree (names the document and
+    the remedies).
     """
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
@@ -108,7 +134,9 @@ def make_plan(
     return plan
 
 
-def _image_work(images: Mapping[int, Sequence[tuple[int, Grid]]], tower: TowerSpeed | None) -> ImageWorks:
+def _image_work(
+    images: Mapping[int, Sequence[tuple[int, Grid]]], tower: TowerSpeed | None
+) -> ImageWorks:
     """Returns the work of the images of documents, by document; empty if it takes no time."""
     if tower is None:
         return {}
@@ -128,7 +156,9 @@ def _plan(mode: str, step: Step, best: Candidate, began: float) -> Plan:
         micro_batches=placements,
         profile=step.profile,
         pipeline=step.pipeline,
-        cost=plan_cost(timed, step.profile, step.lengths, step.tokens_per_rank, step.pipeline, *step.whole),
+        cost=plan_cost(
+            timed, step.profile, step.lengths, step.tokens_per_rank, step.pipeline, *step.whole
+        ),
         trees=dict(step.trees),
         sources=step.sources,
         parts=step.parts,
@@ -138,12 +168,18 @@ def _plan(mode: str, step: Step, best: Candidate, began: float) -> Plan:
 
 
 def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
-    """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most static degrees."""
-    with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
+    """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most
+    static degrees."""
+    # The table may not fit these documents; auto does not need it.
+    with contextlib.suppress(PlanError):
         degrees = bin_degrees(step)
-        bound = even_work_bound_ns(step.profile, step.lengths, degrees, step.places, step.tokens_per_rank, *step.whole)
+        bound = even_work_bound_ns(
+            step.profile, step.lengths, degrees, step.places, step.tokens_per_rank, *step.whole
+        )
         if bound < best.makespan_ns:
-            best = fastest(best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees)))
+            best = fastest(
+                best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees))
+            )
     return fastest(best, best_static(step, range(1, step.places + 1), below=best.makespan_ns))
 
 
@@ -158,8 +194,8 @@ PLANNERS: dict[str, Callable[[Step], Candidate]] = {
 def _best_in_pipeline(mode: str, step: Step) -> Candidate:
     """Returns the best plan including the bubble of the pipeline.
 
-    Mode auto chooses budgets by the first, coarse plans of their searches. It looks for plans of the other modes at all
-    budgets, so it is never worse than they are.
+    Mode auto chooses budgets by the first, coarse plans of their searches. It looks for plans of
+    the other modes at all budgets, so it is never worse than they are.
     """
     if mode != "auto":
         return fastest(*_by_budget(PLANNERS[mode], step))
@@ -172,7 +208,11 @@ def _best_in_pipeline(mode: str, step: Step) -> Candidate:
     quick = _by_budget(begin, step)
     limit = CLOSE * min(candidate.makespan_ns for candidate in quick)
     best = fastest(
-        *([candidate, *rest][-1] for candidate, rest in zip(quick, searches, strict=True) if candidate.makespan_ns <= limit)
+        *(
+            [candidate, *rest][-1]
+            for candidate, rest in zip(quick, searches, strict=True)
+            if candidate.makespan_ns <= limit
+        )
     )
     for smaller in _budgets(step):
         best = or_by_other_modes(smaller, best)
@@ -182,7 +222,8 @@ def _best_in_pipeline(mode: str, step: Step) -> Candidate:
 def _by_budget(plan: Callable[[Step], Candidate], step: Step) -> list[Candidate]:
     """Returns plans in a pipeline by one planner, with ever smaller token budgets.
 
-    More micro-batches mean a smaller bubble: the token budget is halved until more micro-batches do not help.
+    More micro-batches mean a smaller bubble: the token budget is halved until more micro-batches do
+    not help.
     """
     best = plan(step)
     plans = [best]
@@ -198,18 +239,26 @@ def _by_budget(plan: Callable[[Step], Candidate], step: Step) -> list[Candidate]
 
 
 def _budgets(step: Step) -> Iterator[Step]:
-    """Yields the step with its token budget and with half, a quarter, … of it, while every document fits some degree."""
-    while step.tokens_per_rank and least_degrees(step.lengths, step.places, step.tokens_per_rank).all():
+    """Yields the step with its token budget and with half, a quarter, … of it, while every document
+    fits some degree."""
+    while (
+        step.tokens_per_rank
+        and least_degrees(step.lengths, step.places, step.tokens_per_rank).all()
+    ):
         yield step
         step = replace(step, tokens_per_rank=step.tokens_per_rank // 2)
 
 
-def _in_order(best: Candidate, pipeline: Pipeline) -> tuple[tuple[tuple[Placement, ...], ...], StepTimes]:
-    """Returns the non-empty micro-batches and their times: longest first, or in a pipeline with rising, then falling times.
+def _in_order(
+    best: Candidate, pipeline: Pipeline
+) -> tuple[tuple[tuple[Placement, ...], ...], StepTimes]:
+    """Returns the non-empty micro-batches and their times: longest first, or in a pipeline with
+    rising, then falling times.
 
-    The pipeline then fills and drains with short micro-batches, and concurrent forward and backward passes take similar times.
-    In simulations of torch's schedules, 1F1B is 6 to 9 % faster than with the longest first, and 17 to 29 %
-    faster than in random order (8 ranks, 32 micro-batches with times that vary by 40 %).
+    The pipeline then fills and drains with short micro-batches, and concurrent forward and backward
+    passes take similar times. In simulations of torch's schedules, 1F1B is 6 to 9 % faster than
+    with the longest first, and 17 to 29 % faster than in random order (8 ranks, 32 micro-batches
+    with times that vary by 40 %).
     """
     used, row = np.unique(best.assignment.micro_batch, return_inverse=True)
     order = np.argsort(-best.timed.micro_batch_ns[used], kind="stable")
@@ -217,5 +266,7 @@ def _in_order(best: Candidate, pipeline: Pipeline) -> tuple[tuple[tuple[Placemen
         order = np.concatenate([order[::2][::-1], order[1::2]])
     turn = np.empty(len(used), dtype=np.int64)
     turn[order] = np.arange(len(used))
-    timed = replace(best.timed, time=best.timed.time[used[order]], exposed=best.timed.exposed[used[order]])
+    timed = replace(
+        best.timed, time=best.timed.time[used[order]], exposed=best.timed.exposed[used[order]]
+    )
     return replace(best.assignment, micro_batch=turn[row]).placements(best.rounds), timed

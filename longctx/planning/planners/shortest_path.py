@@ -1,8 +1,10 @@
-"""Shortest path: rings with a separate time limit per micro-batch, for documents too long for even micro-batches.
+"""Shortest path: rings with a separate time limit per micro-batch, for documents too long for even
+micro-batches.
 
-Documents, longest first, are cut into runs, whose rings fill one micro-batch side by side, each at the smallest degree that
-meets its limit. The best cuts and limits are a shortest path from the longest to the shortest document (dynamic programming).
-Room left by rings has a price, as short documents can use it: all of it at price 1, none at 0. The caller tries several.
+Documents, longest first, are cut into runs, whose rings fill one micro-batch side by side, each at
+the smallest degree that meets its limit. The best cuts and limits are a shortest path from the
+longest to the shortest document (dynamic programming). Room left by rings has a price, as short
+documents can use it: all of it at price 1, none at 0. The caller tries several.
 """
 
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ from longctx.planning.assignment import NEVER, Integers
 from longctx.planning.cost.amounts import Floats
 
 FINER = 1.05
-"""Ratio of consecutive limits: a smaller ratio finds shorter paths but makes the graph larger and slower."""
+"""Ratio of consecutive limits: a smaller ratio finds shorter paths but makes the graph larger and
+slower."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class LimitGraph:
     """Edges from each document to the first document of the next micro-batch, one edge per limit.
 
     Attributes (arrays [documents, limits]):
-        index: smallest degree that meets the limit, as a column of the degree table.
-        stop: end (exclusive) of the run of documents in the micro-batch.
-        time, room: nanoseconds of the micro-batch, and mean nanoseconds per rank left for short documents.
+        index: smallest degree that meets the limit, as a column of the degree table. stop: end
+        (exclusive) of the run of documents in the micro-batch. time, room: nanoseconds of the
+        micro-batch, and mean nanoseconds per rank left for short documents.
     """
 
     index: Integers
@@ -42,9 +45,11 @@ class LimitGraph:
         ns_per_token: float,
         launch_ns: int,
     ) -> "LimitGraph":
-        """Builds the graph from nanoseconds and tokens per rank of each document [documents, degrees], longest first.
+        """Builds the graph from nanoseconds and tokens per rank of each document [documents,
+        degrees], longest first.
 
-        `time` is NEVER where a document does not fit; every document fits at some degree. Short documents take `ns_per_token`.
+        `time` is NEVER where a document does not fit; every document fits at some degree. Short
+        documents take `ns_per_token`.
         """
         limits = _limits(int(time.min()), int(time[time < NEVER].max()))
         documents, count = len(time), len(limits)
@@ -58,18 +63,28 @@ class LimitGraph:
         width = np.where(possible, degrees[index], ranks + 1)
         row = np.arange(documents)[:, None]
         upto = _sums(width)
-        stop = np.stack([np.searchsorted(column, column[:-1] + ranks, side="right") - 1 for column in upto.T], axis=1)
+        stop = np.stack(
+            [np.searchsorted(column, column[:-1] + ranks, side="right") - 1 for column in upto.T],
+            axis=1,
+        )
         used, held = (
             np.take_along_axis(sums, stop, axis=0) - sums[:-1]
-            for sums in (_sums(np.where(possible, width * table[row, index], 0)) for table in (time, tokens))
+            for sums in (
+                _sums(np.where(possible, width * table[row, index], 0)) for table in (time, tokens)
+            )
         )
-        room = np.minimum(ranks * limits - used, (ranks * tokens_per_rank - held) * ns_per_token) / ranks
+        room = (
+            np.minimum(ranks * limits - used, (ranks * tokens_per_rank - held) * ns_per_token)
+            / ranks
+        )
         return cls(index, stop, np.where(stop > row, limits + float(launch_ns), np.inf), room)
 
     def shortest_path(self, price: float) -> tuple[Integers, Integers]:
-        """Returns degree index and micro-batch of every document if room is worth `price` times its nanoseconds.
+        """Returns degree index and micro-batch of every document if room is worth `price` times its
+        nanoseconds.
 
-        Backward recursion over documents i: left(i) = min over limits of time - price · room + left(stop).
+        Backward recursion over documents i: left(i) = min over limits of time - price · room +
+        left(stop).
         """
         documents = len(self.stop)
         cost, left = self.time - price * self.room, np.zeros(documents + 1)
@@ -97,4 +112,6 @@ def _limits(lowest: int, highest: int) -> Integers:
 
 def _sums(values: Integers) -> Integers:
     """Returns the sums of the first 0, 1, 2, … rows."""
-    return np.concatenate([np.zeros((1, values.shape[1]), dtype=np.int64), np.cumsum(values, axis=0)])
+    return np.concatenate(
+        [np.zeros((1, values.shape[1]), dtype=np.int64), np.cumsum(values, axis=0)]
+    )

@@ -20,13 +20,14 @@ from longctx.planning.tree import Trees
 
 @dataclass(frozen=True)
 class Step:
-    """A step to plan: the arguments of `make_plan`, with `lengths` as an array [documents] that all fit some degree.
+    """A step to plan: the arguments of `make_plan`, with `lengths` as an array [documents] that all
+    fit some degree.
 
     Attributes:
-        places: number of places for a document of degree 1: ranks, or blocks of them; `on_ranks` makes ranks of places.
-        max_remote_tokens: see `make_plan`.
-        round_price: what `score` and `alone_ns` count for a round of the exchange; see `cost.model.exposed_ns`.
-        block: ranks of a place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
+        places: number of places for a document of degree 1: ranks, or blocks of them; `on_ranks`
+        makes ranks of places. max_remote_tokens: see `make_plan`. round_price: what `score` and
+        `alone_ns` count for a round of the exchange; see `cost.model.exposed_ns`. block: ranks of a
+        place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
     """
 
     profile: HardwareProfile
@@ -69,12 +70,28 @@ class Step:
         """Minimum number of micro-batches: all tokens divided by the budgets of all ranks."""
         return -(-int(self.lengths.sum()) // (self.places * self.block * self.tokens_per_rank))
 
-    def alone_ns(self, documents: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
+    def alone_ns(
+        self, documents: Integers, degrees: Integers, first_rank: Integers | None = None
+    ) -> Integers:
         """Returns the time of documents alone on their ring; see `cost.model.alone_ns`."""
-        offset = None if first_rank is None else first_rank * self.block % self.profile.ranks_per_node
-        lengths, amounts, degrees = self.lengths[documents], self.amounts[documents], degrees * self.block
+        offset = (
+            None if first_rank is None else first_rank * self.block % self.profile.ranks_per_node
+        )
+        lengths, amounts, degrees = (
+            self.lengths[documents],
+            self.amounts[documents],
+            degrees * self.block,
+        )
         images, price = self.encoding.ring_ns(documents, degrees), self.round_price
-        return alone_ns(self.profile, lengths, degrees, offset, round_price=price, amounts=amounts, encoding=images)
+        return alone_ns(
+            self.profile,
+            lengths,
+            degrees,
+            offset,
+            round_price=price,
+            amounts=amounts,
+            encoding=images,
+        )
 
     def shards(self, lengths: Integers, degrees: Integers) -> Integers:
         return largest_shards(lengths, degrees * self.block)
@@ -82,16 +99,26 @@ class Step:
     def score(self, assignment: Assignment) -> StepTimes:
         """Returns the times of an assignment to ranks by `cost.model.score`."""
         step = self.profile, self.lengths, assignment, self.places * self.block, self.pipeline
-        return score(*step, round_price=self.round_price, amounts=self.amounts, encoding=self.encoding)
+        return score(
+            *step, round_price=self.round_price, amounts=self.amounts, encoding=self.encoding
+        )
 
-    def candidate(self, winner: str, assignment: Assignment, scored: StepTimes | None = None) -> "Candidate":
-        """Returns an assignment to ranks with its exchange rounds and predicted times; `scored` is its `score` if known."""
+    def candidate(
+        self, winner: str, assignment: Assignment, scored: StepTimes | None = None
+    ) -> "Candidate":
+        """Returns an assignment to ranks with its exchange rounds and predicted times; `scored` is
+        its `score` if known."""
         scored = scored or self.score(assignment)
-        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens, self.amounts)
+        rounds, timed = choose_rounds(
+            self.profile, self.lengths, assignment, scored, self.max_remote_tokens, self.amounts
+        )
         return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
 
-    def candidate_below(self, limit: int, winner: str, assignment: Assignment) -> "Candidate | None":
-        """Returns the `candidate` of an assignment; None if a lower bound of its makespan reaches the limit."""
+    def candidate_below(
+        self, limit: int, winner: str, assignment: Assignment
+    ) -> "Candidate | None":
+        """Returns the `candidate` of an assignment; None if a lower bound of its makespan reaches
+        the limit."""
         scored = self.score(assignment)
         return None if scored.makespan_ns >= limit else self.candidate(winner, assignment, scored)
 
@@ -99,7 +126,12 @@ class Step:
         """Returns first ranks and degrees in ranks, of which a place has `block`."""
         if self.block == 1:
             return places
-        return Assignment(places.micro_batch, places.first_rank * self.block, places.degree * self.block, places.reversed)
+        return Assignment(
+            places.micro_batch,
+            places.first_rank * self.block,
+            places.degree * self.block,
+            places.reversed,
+        )
 
     def with_degrees(self, degrees: Integers) -> "Degrees":
         time, tokens = self.single_ns.copy(), self.single_tokens.copy()
@@ -111,7 +143,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degree in places, and nanoseconds and maximum tokens in each of them, of every document (arrays [documents])."""
+    """Degree in places, and nanoseconds and maximum tokens in each of them, of every document
+    (arrays [documents])."""
 
     degree: Integers
     time: Integers
@@ -124,7 +157,8 @@ class Degrees:
 
 
 class Candidate(NamedTuple):
-    """A possible plan, with the exchange rounds of every document; `winner` becomes `Plan.winner` if it is chosen."""
+    """A possible plan, with the exchange rounds of every document; `winner` becomes `Plan.winner`
+    if it is chosen."""
 
     makespan_ns: int
     winner: str
@@ -134,5 +168,9 @@ class Candidate(NamedTuple):
 
 
 def fastest(*candidates: Candidate | None) -> Candidate:
-    """Returns the candidate with the smallest makespan, the first of equals. At least one must not be None."""
-    return min((candidate for candidate in candidates if candidate is not None), key=lambda candidate: candidate.makespan_ns)
+    """Returns the candidate with the smallest makespan, the first of equals. At least one must not
+    be None."""
+    return min(
+        (candidate for candidate in candidates if candidate is not None),
+        key=lambda candidate: candidate.makespan_ns,
+    )

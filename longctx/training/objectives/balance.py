@@ -1,4 +1,5 @@
-"""Balance of a model's experts in training: tells routers about documents, and moves their biases after each step."""
+"""Balance of a model's experts in training: tells routers about documents, and moves their biases
+after each step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ STATISTICS = ("expert_layers", "expert_imbalance", "unused_experts", "document_l
 
 @dataclass
 class Balance:
-    """Balance of the experts of this rank by its `routers`; there may be none, as on other stages of a pipeline, or if
-    nothing is to be balanced.
+    """Balance of the experts of this rank by its `routers`; there may be none, as on other stages
+    of a pipeline, or if nothing is to be balanced.
 
     Attributes:
         routers: watches of the routers, one per layer.
@@ -47,15 +48,21 @@ class Balance:
         return cls(routers, config.bias_rate, mesh)
 
     def documents(self, plan: Plan, layout: Layout, tokens: int) -> RowDocuments | None:
-        """Returns the documents of this rank's rows in a micro-batch of `tokens` rows, padding included."""
+        """Returns the documents of this rank's rows in a micro-batch of `tokens` rows, padding
+        included."""
         if not self.routers:
             return None
         if plan.trees and any(router.document_loss or router.z_loss for router in self.routers):
             raise UserError(
-                f"the step has {len(plan.trees)} trees, but losses of experts count every sequence: set balance.document_loss "
+                f"the step has {len(plan.trees)} trees, but losses of experts count every "
+                "sequence: set balance.document_loss "
                 "and balance.z_loss to 0, or use documents without merged prefixes"
             )
-        placed = plan.micro_batches[layout.micro_batch] if layout.micro_batch < len(plan.micro_batches) else ()
+        placed = (
+            plan.micro_batches[layout.micro_batch]
+            if layout.micro_batch < len(plan.micro_batches)
+            else ()
+        )
         tensor = self.mesh.tensor.size()  # whose ranks have parts of all documents
         split = sorted(placement.document for placement in placed if placement.degree * tensor > 1)
         known = {document: place for place, document in enumerate(split)}
@@ -63,19 +70,34 @@ class Balance:
             known.setdefault(shard.document, len(known))
         lengths = [plan.lengths[document] for document in known]
         of_shards = [known[shard.document] for shard in layout.shards]
-        rows = np.repeat([*of_shards, len(known)], [*(shard.tokens for shard in layout.shards), tokens - layout.tokens])
-        share = torch.from_numpy(rows.astype(np.int64)).tensor_split(tensor)[self.mesh.tensor.get_local_rank()]
+        rows = np.repeat(
+            [*of_shards, len(known)],
+            [*(shard.tokens for shard in layout.shards), tokens - layout.tokens],
+        )
+        share = torch.from_numpy(rows.astype(np.int64)).tensor_split(tensor)[
+            self.mesh.tensor.get_local_rank()
+        ]
         of_documents = torch.tensor(lengths, dtype=torch.float32)
         device = self.mesh.device
-        return RowDocuments(copy_to(share, device), copy_to(of_documents, device), len(split), sum(plan.lengths))
+        return RowDocuments(
+            copy_to(share, device), copy_to(of_documents, device), len(split), sum(plan.lengths)
+        )
 
     @torch.no_grad()
     def _sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns counts [layers, experts] and losses [layers, 2] of the step over all ranks, and clears them. Collective."""
+        """Returns counts [layers, experts] and losses [layers, 2] of the step over all ranks, and
+        clears them. Collective."""
         device, experts = self.mesh.device, self.routers[0].experts
-        none = torch.zeros(experts, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.float64, device=device)
-        counts = torch.stack([none[0] if router.counts is None else router.counts for router in self.routers])
-        losses = torch.stack([none[1] if router.losses is None else router.losses for router in self.routers])
+        none = (
+            torch.zeros(experts, dtype=torch.int64, device=device),
+            torch.zeros(2, dtype=torch.float64, device=device),
+        )
+        counts = torch.stack(
+            [none[0] if router.counts is None else router.counts for router in self.routers]
+        )
+        losses = torch.stack(
+            [none[1] if router.losses is None else router.losses for router in self.routers]
+        )
         for router in self.routers:
             router.clear()
         for tensor in (counts, losses):
@@ -83,7 +105,8 @@ class Balance:
         return counts, losses
 
     def end_step(self) -> dict[str, float]:
-        """Sums the counts of the step, and returns its statistics, summed over this rank's layers. Collective.
+        """Sums the counts of the step, and returns its statistics, summed over this rank's layers.
+        Collective.
 
         The imbalance of a layer is the tokens of its busiest expert over the mean.
         """

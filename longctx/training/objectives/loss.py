@@ -1,8 +1,9 @@
-"""Loss: the sum of token losses, computed in chunks so that float32 logits `[tokens, vocab]` never exist as a whole.
+"""Loss: the sum of token losses, computed in chunks so that float32 logits `[tokens, vocab]` never
+exist as a whole.
 
-The sum is divided by the number of valid targets of the WHOLE step over the whole domain, which is known before the first
-forward, so that loss and gradients do not depend on the plan. With tensor parallelism every rank has a part of the vocabulary,
-and two numbers per token are exchanged.
+The sum is divided by the number of valid targets of the WHOLE step over the whole domain, which is
+known before the first forward, so that loss and gradients do not depend on the plan. With tensor
+parallelism every rank has a part of the vocabulary, and two numbers per token are exchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ Rows = slice | torch.Tensor
 
 
 def tokens_at_once(compiled: bool) -> int:
-    """Returns the default number of rows of logits in memory at a time: more if what follows is fused."""
+    """Returns the default number of rows of logits in memory at a time: more if what follows is
+    fused."""
     return 4 * CHUNK_TOKENS if compiled else CHUNK_TOKENS
 
 
@@ -48,7 +50,8 @@ def _gradient(
     counts: torch.Tensor,
     divisor: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the gradient of Σ counts · -log p / divisor with respect to the logits, in their dtype."""
+    """Returns the gradient of Σ counts · -log p / divisor with respect to the logits, in their
+    dtype."""
     gradient = (_scores(logits) - log_total.unsqueeze(-1)).exp_()
     if torch.compiler.is_compiling():  # can be fused with the other operations, unlike a scatter
         entries = torch.arange(logits.shape[1], device=logits.device)
@@ -65,7 +68,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(function: Callable[..., Any], compiled: bool, *arguments: Any) -> Any:
-    """Calls a function of one chunk, compiled for any number of rows if that is wanted; torch treats 0 and 1 as constants."""
+    """Calls a function of one chunk, compiled for any number of rows if that is wanted; torch
+    treats 0 and 1 as constants."""
     if not compiled or len(arguments[0]) < 2:
         return function(*arguments)
     for each in arguments:
@@ -76,7 +80,8 @@ def _run(function: Callable[..., Any], compiled: bool, *arguments: Any) -> Any:
 
 @dataclass
 class _Chunk:
-    """One chunk of the loss: logits [rows, entries of this rank], their log-sum-exp and the targets' scores [rows]."""
+    """One chunk of the loss: logits [rows, entries of this rank], their log-sum-exp and the
+    targets' scores [rows]."""
 
     logits: torch.Tensor
     """In the dtype of the hidden states."""
@@ -99,7 +104,9 @@ class _Chunk:
         valid = labels != IGNORED_LABEL
         targets = (labels - first).where(valid, 0).unsqueeze(-1)
         # The target is an entry of exactly one rank; other ranks read entry 0 and discard it.
-        is_own = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
+        is_own = (
+            valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
+        )
         targets = targets.where(is_own, 0)
         logits = F.linear(hidden, weight)
         log_total, target_logits = _run(_log_total, compiled, logits, targets)
@@ -117,7 +124,8 @@ class _Chunk:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in forward, chunk by chunk, so that no logits are kept for backward."""
+    """Computes the gradients in forward, chunk by chunk, so that no logits are kept for
+    backward."""
 
     @staticmethod
     def forward(
@@ -136,9 +144,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient = torch.zeros_like(hidden) if for_hidden else None
         # Summed over chunks in float32, whatever the dtype of the weight.
         weight_gradient = (
-            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if for_weight else None
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            if for_weight
+            else None
         )
-        divided_by = divisor.to(counts) if isinstance(divisor, torch.Tensor) else counts.new_full((), divisor)
+        divided_by = (
+            divisor.to(counts)
+            if isinstance(divisor, torch.Tensor)
+            else counts.new_full((), divisor)
+        )
         for rows in chunks:
             chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, compiled)
             counted = counts[rows]
@@ -151,18 +165,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 hidden_gradient[rows] = gradient @ weight
             if weight_gradient is not None:
                 _add_product(weight_gradient, gradient.T, hidden[rows])
-        ctx.save_for_backward(hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype))
+        ctx.save_for_backward(
+            hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        )
         return (total / divisor).to(torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In place, as that of the weight may be gigabytes; torch then refuses a second backward.
-        gradients = (None if saved is None else saved.mul_(gradient.to(saved.dtype)) for saved in ctx.saved_tensors)
+        gradients = (
+            None if saved is None else saved.mul_(gradient.to(saved.dtype))
+            for saved in ctx.saved_tensors
+        )
         return (*gradients, *[None] * 7)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds a · b to a sum in float32 or better. Only CPUs, which lack the operation, keep a product in bfloat16 in memory."""
+    """Adds a · b to a sum in float32 or better. Only CPUs, which lack the operation, keep a product
+    in bfloat16 in memory."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda":
@@ -181,24 +201,29 @@ def cross_entropy_sum(
     rows: torch.Tensor | None = None,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """Returns Σ weight · -log p(target) / `divisor` over valid targets, a float32 scalar (float64 for float64 inputs).
+    """Returns Σ weight · -log p(target) / `divisor` over valid targets, a float32 scalar (float64
+    for float64 inputs).
 
-    The divisor is a number of the whole step, such as its valid targets. It is applied here in float32, because dividing the
-    result would multiply bfloat16 gradients by a factor rounded to bfloat16, an error of up to 0.4 %.
+    The divisor is a number of the whole step, such as its valid targets. It is applied here in
+    float32, because dividing the result would multiply bfloat16 gradients by a factor rounded to
+    bfloat16, an error of up to 0.4 %.
 
     Args:
-        hidden: hidden states [tokens, hidden].
-        weight: output weight [vocab, hidden], or a function from hidden states to logits, which backward calls again for every
-            chunk. If tensor parallelism splits the weight by entries and hidden by tokens, every rank passes all labels and
-            gets the whole loss.
-        labels: int64 [tokens], -100 where nothing is predicted. Without valid targets the loss and its gradients are 0.
-        chunk_tokens: maximum number of rows of logits in memory at a time (None: `tokens_at_once`).
-        weights: weights of the tokens [tokens] (None: 1).
-        rows: rows with a label, see `rows_with_labels`; logits are computed for these rows only (None: for all rows).
-        compiled: compile what follows the product with an output weight, so that its operations on the logits are fused.
+        hidden: hidden states [tokens, hidden]. weight: output weight [vocab, hidden], or a function
+        from hidden states to logits, which backward calls again for every
+            chunk. If tensor parallelism splits the weight by entries and hidden by tokens, every
+            rank passes all labels and gets the whole loss.
+        labels: int64 [tokens], -100 where nothing is predicted. Without valid targets the loss and
+        its gradients are 0. chunk_tokens: maximum number of rows of logits in memory at a time
+        (None: `tokens_at_once`). weights: weights of the tokens [tokens] (None: 1). rows: rows with
+        a label, see `rows_with_labels`; logits are computed for these rows only (None: for all
+        rows). compiled: compile what follows the product with an output weight, so that its
+        operations on the logits are fused.
     """
     if not isinstance(weight, torch.Tensor):
-        return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens or CHUNK_TOKENS, weights, rows)
+        return _sum_by_projection(
+            hidden, weight, labels, divisor, chunk_tokens or CHUNK_TOKENS, weights, rows
+        )
     hidden, weight, part = vocabulary_part(hidden, weight)
     counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))
     if weights is not None:
@@ -224,22 +249,28 @@ def _sum_by_projection(
         losses = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="none")
         if weights is None:
             return losses.sum() / divisor
-        return (losses * weights[rows].to(losses.dtype).where(labels[rows] != IGNORED_LABEL, 0)).sum() / divisor
+        return (
+            losses * weights[rows].to(losses.dtype).where(labels[rows] != IGNORED_LABEL, 0)
+        ).sum() / divisor
 
     total = torch.zeros((), device=hidden.device)
     for chunk in _chunks(len(labels), rows, chunk_tokens):
-        part_loss: torch.Tensor = checkpoint(part, hidden[chunk], chunk, use_reentrant=False, preserve_rng_state=False)
+        part_loss: torch.Tensor = checkpoint(
+            part, hidden[chunk], chunk, use_reentrant=False, preserve_rng_state=False
+        )
         total = total + part_loss
     return total.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
 def labelled_rows(labels: torch.Tensor) -> torch.Tensor:
-    """Returns the rows with a label, int64 [rows]; pass labels in host memory, as the host would wait for a GPU's."""
+    """Returns the rows with a label, int64 [rows]; pass labels in host memory, as the host would
+    wait for a GPU's."""
     return (labels != IGNORED_LABEL).nonzero()[:, 0]
 
 
 def rows_with_labels(labels: torch.Tensor) -> torch.Tensor | None:
-    """Returns the rows with a label, int64 [rows], if few tokens have one, as in conversations; otherwise None.
+    """Returns the rows with a label, int64 [rows], if few tokens have one, as in conversations;
+    otherwise None.
 
     Skipping the other rows pays: the head costs as much as several layers of a small model.
     """
@@ -248,7 +279,8 @@ def rows_with_labels(labels: torch.Tensor) -> torch.Tensor | None:
 
 
 def _chunks(tokens: int, rows: torch.Tensor | None, chunk_tokens: int) -> Sequence[Rows]:
-    """Returns the rows of every chunk; at least one chunk, so that a rank without labels has a graph too."""
+    """Returns the rows of every chunk; at least one chunk, so that a rank without labels has a
+    graph too."""
     if rows is not None:
         return list(rows.split(chunk_tokens))
     return [slice(start, start + chunk_tokens) for start in range(0, max(1, tokens), chunk_tokens)]
@@ -264,13 +296,15 @@ def log_probabilities(
 ) -> torch.Tensor:
     """Returns log p of every label [tokens], in float32 or better, 0 where nothing is predicted.
 
-    Arguments as in `cross_entropy_sum`. Logits are computed only for the `rows` with a label, see `labelled_rows` (None: found
-    here, where the host would wait for a GPU).
+    Arguments as in `cross_entropy_sum`. Logits are computed only for the `rows` with a label, see
+    `labelled_rows` (None: found here, where the host would wait for a GPU).
     """
     part = None
     if isinstance(weight, torch.Tensor):
         hidden, weight, part = vocabulary_part(hidden, weight)
-    values = torch.zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device)
+    values = torch.zeros(
+        len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device
+    )
     for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
             chunk = _Chunk.of(hidden[some], weight, labels[some], part)

@@ -1,6 +1,7 @@
-"""AdamW with moments in 8 bits, by the codes of torchao. Numbers with a common scale are in one row of a matrix, 256 or what is
-left of the row, so that shards of rows never cut them: weights do not depend on the number of ranks. The state has codes and
-scales as plain tensors, sharded as the matrix is; checkpoints go on on any number of ranks.
+"""AdamW with moments in 8 bits, by the codes of torchao. Numbers with a common scale are in one row
+of a matrix, 256 or what is left of the row, so that shards of rows never cut them: weights do not
+depend on the number of ranks. The state has codes and scales as plain tensors, sharded as the
+matrix is; checkpoints go on on any number of ranks.
 """
 
 from collections.abc import Iterable
@@ -23,10 +24,12 @@ CODES, SCALE = ".codes", ".scale"
 
 
 class EightBit(torch.optim.Optimizer):
-    """AdamW as torchao's, with moments in 8 bits of all matrices but small ones, of whatever number of columns.
+    """AdamW as torchao's, with moments in 8 bits of all matrices but small ones, of whatever number
+    of columns.
 
-    The state of such a matrix is `exp_avg.codes` and `exp_avg_sq.codes`, one byte for each of its numbers, and `exp_avg.scale`
-    and `exp_avg_sq.scale`, [.., blocks of a row]; of others `exp_avg` and `exp_avg_sq`.
+    The state of such a matrix is `exp_avg.codes` and `exp_avg_sq.codes`, one byte for each of its
+    numbers, and `exp_avg.scale` and `exp_avg_sq.scale`, [.., blocks of a row]; of others `exp_avg`
+    and `exp_avg_sq`.
     """
 
     def __init__(
@@ -39,7 +42,9 @@ class EightBit(torch.optim.Optimizer):
     ) -> None:
         """Raises UserError if ranks have parts of a row that are no whole blocks."""
         rate = torch.tensor(lr)  # a number would be compiled into the update
-        super().__init__(groups, {"lr": rate, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            groups, {"lr": rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         for group in self.param_groups:
             for parameter in group["params"]:
                 _check_part(parameter)
@@ -53,7 +58,9 @@ class EightBit(torch.optim.Optimizer):
                     if parameter.grad is not None:
                         self._update(parameter, local_part(parameter.grad), group)
 
-    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
         state = self.state[parameter]
         if not state:
             state.update(_zeros(parameter))
@@ -64,7 +71,16 @@ class EightBit(torch.optim.Optimizer):
         moments = [_moment(state, name, signed) for name, signed in MOMENTS.items()]
         update = _compiled() if weight.is_cuda else _adamw
         betas, decay, eps = group["betas"], group["weight_decay"], group["eps"]
-        update(weight, gradient, moments=moments, step=state["step"], rate=group["lr"], betas=betas, decay=decay, eps=eps)
+        update(
+            weight,
+            gradient,
+            moments=moments,
+            step=state["step"],
+            rate=group["lr"],
+            betas=betas,
+            decay=decay,
+            eps=eps,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's own, which would make floating-point numbers of the codes."""
@@ -85,8 +101,10 @@ def _check_part(parameter: nn.Parameter) -> None:
         ranks *= size if placement.is_shard(last) else 1
     if cuts_blocks(columns, ranks):
         raise UserError(
-            f"optimizer.name is adamw-8bit, but a rank has {-(-columns // ranks)} of {columns} columns of a parameter, no "
-            f"multiple of {BLOCK}, which have a common scale: lower parallel.tensor_parallel_size, or use adamw"
+            f"optimizer.name is adamw-8bit, but a rank has {-(-columns // ranks)} of {columns} "
+            "columns of a parameter, no "
+            f"multiple of {BLOCK}, which have a common scale: lower parallel.tensor_parallel_size, "
+            "or use adamw"
         )
 
 
@@ -107,7 +125,8 @@ def _zeros(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Returns a tensor of this `shape` that is sharded like a parameter, of which this rank has the part `local`."""
+    """Returns a tensor of this `shape` that is sharded like a parameter, of which this rank has the
+    part `local`."""
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -147,7 +166,8 @@ def _adamw(
     decay: float,
     eps: float,
 ) -> None:
-    """Updates a weight and its moments in place. The weight is updated by moments that are not yet rounded, as in torchao."""
+    """Updates a weight and its moments in place. The weight is updated by moments that are not yet
+    rounded, as in torchao."""
     (beta1, beta2), gradient = betas, gradient.float()
     mean = _read(moments[0]).lerp(gradient, 1 - beta1)
     squares = _read(moments[1]).lerp(gradient.square(), 1 - beta2)
@@ -188,9 +208,11 @@ def _write(moment: Moment, value: torch.Tensor) -> None:
 
 
 def _parts(codes: torch.Tensor, scale: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns codes and scales of the whole blocks of all rows, and of what is left of them, in the same memory.
+    """Returns codes and scales of the whole blocks of all rows, and of what is left of them, in the
+    same memory.
 
-    Each part is a product of its own: torch 2.13 compiles scales that are repeated and then cut to wrong values.
+    Each part is a product of its own: torch 2.13 compiles scales that are repeated and then cut to
+    wrong values.
     """
     whole = codes.shape[-1] // BLOCK
     begin = whole * BLOCK

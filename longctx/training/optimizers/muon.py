@@ -1,8 +1,10 @@
-"""Muon: torch.optim.Muon's update of whole matrices whose parts are on several ranks, and AdamW for all other parameters.
+"""Muon: torch.optim.Muon's update of whole matrices whose parts are on several ranks, and AdamW for
+all other parameters.
 
-Each matrix has an owner among the ranks that hold parts of it, assigned by size. Parts of the momentum travel to the owner,
-which orthogonalises, and parts of the update travel back to all copies. Torch computes the update in bfloat16, so both travel
-in bfloat16 without loss: the weights are those of one process, bit by bit, and copies stay equal.
+Each matrix has an owner among the ranks that hold parts of it, assigned by size. Parts of the
+momentum travel to the owner, which orthogonalises, and parts of the update travel back to all
+copies. Torch computes the update in bfloat16, so both travel in bfloat16 without loss: the weights
+are those of one process, bit by bit, and copies stay equal.
 """
 
 import itertools
@@ -15,7 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    _adjust_lr,
+    _zeropower_via_newtonschulz,
+)
 
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.parallel.sharding import local_part
@@ -26,7 +36,8 @@ AT_ONCE = 1 << 26
 
 
 class Part(NamedTuple):
-    """Part of a matrix on a rank: where it is `in_matrix` and `in_shard` (rows and columns); `sent` by the first copy only."""
+    """Part of a matrix on a rank: where it is `in_matrix` and `in_shard` (rows and columns); `sent`
+    by the first copy only."""
 
     in_matrix: tuple[slice, slice]
     in_shard: tuple[slice, slice]
@@ -46,13 +57,14 @@ class Matrix:
 class Muon(torch.optim.AdamW):
     """torch.optim.Muon of the `matrices`, and torch.optim.AdamW of all other parameters.
 
-    Learning rates of matrices are adjusted to the size of AdamW's updates ("Muon is scalable for LLM training", 2025, §2.2).
-    The state of a matrix is `momentum_buffer`, sharded like it.
+    Learning rates of matrices are adjusted to the size of AdamW's updates ("Muon is scalable for
+    LLM training", 2025, §2.2). The state of a matrix is `momentum_buffer`, sharded like it.
 
     Args:
-        groups: groups of parameters, as torch's optimizers take them; those of matrices have their `momentum`.
-        matrices: the parameters of matrices, in the same order on all ranks, and how many are stacked along the rows of each.
-        ranks: group of all ranks that hold parts of them; None: this process holds all of them.
+        groups: groups of parameters, as torch's optimizers take them; those of matrices have their
+        `momentum`. matrices: the parameters of matrices, in the same order on all ranks, and how
+        many are stacked along the rows of each. ranks: group of all ranks that hold parts of them;
+        None: this process holds all of them.
     """
 
     def __init__(
@@ -73,13 +85,19 @@ class Muon(torch.optim.AdamW):
         self.turns = _turns(_matrices(matrices, shards), len(shards))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own expects its moments of every parameter
+        # AdamW's own expects its moments of every parameter.
+        torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Updates all parameters, and removes the gradients of matrices. Collective."""
-        group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
-        directions = [self._direction(parameter, group_of[parameter]["momentum"]) for parameter in self.matrices]
+        group_of = {
+            parameter: group for group in self.param_groups for parameter in group["params"]
+        }
+        directions = [
+            self._direction(parameter, group_of[parameter]["momentum"])
+            for parameter in self.matrices
+        ]
         for owned in self.turns:
             for matrix, part, update in self._updates(owned, directions):
                 parameter = self.matrices[matrix.parameter]
@@ -88,12 +106,14 @@ class Muon(torch.optim.AdamW):
                 rate = _adjust_lr(group["lr"], "match_rms_adamw", torch.Size(matrix.shape))
                 weight.add_(update.view_as(weight).to(weight.device), alpha=-rate)
         of_others: Any = torch.optim.AdamW.step  # of the parameters that still have gradients
-        if getattr(of_others, "hooked", False):  # torch has seen an AdamW, and would run the hooks of this step again
+        # Torch has seen an AdamW, and would run the hooks of this step again.
+        if getattr(of_others, "hooked", False):
             of_others = of_others.__wrapped__
         of_others(self)
 
     def _direction(self, parameter: nn.Parameter, momentum: float) -> torch.Tensor:
-        """Adds the gradient to the momentum and removes it. Returns this rank's rows of what is orthogonalised (Nesterov)."""
+        """Adds the gradient to the momentum and removes it. Returns this rank's rows of what is
+        orthogonalised (Nesterov)."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -106,32 +126,50 @@ class Muon(torch.optim.AdamW):
     def _updates(
         self, owned: Sequence[Sequence[Matrix]], directions: Sequence[torch.Tensor]
     ) -> Iterable[tuple[Matrix, Part, torch.Tensor]]:
-        """Returns this rank's parts of the updates of the matrices that each rank has `owned` in a turn. Collective."""
+        """Returns this rank's parts of the updates of the matrices that each rank has `owned` in a
+        turn. Collective."""
         mine, here = owned[self.rank], [_parts(matrices, self.rank) for matrices in owned]
-        leaving = [[directions[matrix.parameter][part.in_shard] for matrix, part in parts if part.sent] for parts in here]
+        leaving = [
+            [directions[matrix.parameter][part.in_shard] for matrix, part in parts if part.sent]
+            for parts in here
+        ]
         there = [_parts(mine, rank) for rank in range(len(owned))]
         arriving = [[(matrix, part) for matrix, part in parts if part.sent] for parts in there]
-        updates = {matrix: torch.empty(matrix.shape, dtype=torch.bfloat16, device=self.device) for matrix in mine}
+        updates = {
+            matrix: torch.empty(matrix.shape, dtype=torch.bfloat16, device=self.device)
+            for matrix in mine
+        }
         for matrix, part, piece in self._exchange(leaving, arriving):
             whole = updates[matrix][part.in_matrix]
             whole.copy_(piece.view_as(whole))
         for matrix, direction in updates.items():
             coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
-            updates[matrix] = _zeropower_via_newtonschulz(direction, coefficients, DEFAULT_NS_STEPS, EPS)
-        return self._exchange([[updates[matrix][part.in_matrix] for matrix, part in parts] for parts in there], here)
+            updates[matrix] = _zeropower_via_newtonschulz(
+                direction, coefficients, DEFAULT_NS_STEPS, EPS
+            )
+        return self._exchange(
+            [[updates[matrix][part.in_matrix] for matrix, part in parts] for parts in there], here
+        )
 
     def _exchange(
-        self, leaving: Sequence[Sequence[torch.Tensor]], arriving: Sequence[Sequence[tuple[Matrix, Part]]]
+        self,
+        leaving: Sequence[Sequence[torch.Tensor]],
+        arriving: Sequence[Sequence[tuple[Matrix, Part]]],
     ) -> Iterable[tuple[Matrix, Part, torch.Tensor]]:
-        """Sends each rank the tensors that are `leaving` for it. Returns the parts `arriving` from each, flat. Collective."""
+        """Sends each rank the tensors that are `leaving` for it. Returns the parts `arriving` from
+        each, flat. Collective."""
         pieces = [piece.reshape(-1).to(self.device) for pieces in leaving for piece in pieces]
         rows = torch.cat([torch.empty(0, dtype=torch.bfloat16, device=self.device), *pieces])
         if self.ranks is not None:
             sent = [sum(piece.numel() for piece in pieces) for pieces in leaving]
-            rows = exchange_rows(rows, sent, [sum(part.size for _, part in parts) for parts in arriving], self.ranks)
+            rows = exchange_rows(
+                rows, sent, [sum(part.size for _, part in parts) for parts in arriving], self.ranks
+            )
         expected = list(itertools.chain.from_iterable(arriving))
         split = rows.split([part.size for _, part in expected])
-        return [(matrix, part, piece) for (matrix, part), piece in zip(expected, split, strict=True)]
+        return [
+            (matrix, part, piece) for (matrix, part), piece in zip(expected, split, strict=True)
+        ]
 
 
 def is_first_copy(tensor: torch.Tensor) -> bool:
@@ -140,25 +178,34 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
         return True
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    return not any(place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
+    return not any(
+        place
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+        if placement.is_replicate()
+    )
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a parameter, or of a tensor like it, as [rows of all its matrices, columns]."""
+    """Returns this rank's part of a parameter, or of a tensor like it, as [rows of all its
+    matrices, columns]."""
     return local_part(tensor).flatten(0, -2)
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, int, int, int, bool]:
-    """Returns the first row, of all matrices one below the other, first column, rows and columns of this rank's part of a
-    parameter; whether it is the first copy."""
+    """Returns the first row, of all matrices one below the other, first column, rows and columns of
+    this rank's part of a parameter; whether it is the first copy."""
     offset: Sequence[int] = [0] * parameter.dim()
     if isinstance(parameter, DTensor):
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        _, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
     first_row = offset[0] * parameter.shape[1:-1].numel()
     return first_row, offset[-1], *_rows(parameter).shape, is_first_copy(parameter)
 
 
-def _matrices(stacked: Mapping[nn.Parameter, int], shards: Sequence[Sequence[tuple[int, int, int, int, bool]]]) -> list[Matrix]:
+def _matrices(
+    stacked: Mapping[nn.Parameter, int], shards: Sequence[Sequence[tuple[int, int, int, int, bool]]]
+) -> list[Matrix]:
     """Returns the matrices of all parameters, of which the ranks have these `shards`."""
     matrices = []
     for number, (parameter, count) in enumerate(stacked.items()):
@@ -177,7 +224,8 @@ def _matrices(stacked: Mapping[nn.Parameter, int], shards: Sequence[Sequence[tup
 
 
 def _turns(matrices: Sequence[Matrix], ranks: int) -> list[list[list[Matrix]]]:
-    """Assigns each matrix to an owner, and to a turn in which its owner gathers it: [turns][ranks][matrices]."""
+    """Assigns each matrix to an owner, and to a turn in which its owner gathers it:
+    [turns][ranks][matrices]."""
     work, held = [0] * ranks, [0] * ranks
     turns: list[list[list[Matrix]]] = []
     for matrix in sorted(matrices, key=lambda matrix: -orthogonalisation(matrix.shape)):
@@ -201,14 +249,18 @@ def orthogonalisation(shape: tuple[int, int]) -> int:
 
 
 def work_of_rank(spec: ModelSpec, ranks: int) -> tuple[float, float]:
-    """Returns the operations of the updates per rank, and the numbers that it sends, and receives, to compute them."""
+    """Returns the operations of the updates per rank, and the numbers that it sends, and receives,
+    to compute them."""
     matrices = [matrix for layer in spec.layers for matrix in layer.model_matrices]
-    operations = sum(matrix.count * orthogonalisation((matrix.rows, matrix.columns)) for matrix in matrices)
+    operations = sum(
+        matrix.count * orthogonalisation((matrix.rows, matrix.columns)) for matrix in matrices
+    )
     return operations / ranks, sum(matrix.count * matrix.size for matrix in matrices) / ranks
 
 
 def working_bytes(layer: LayerSpec, held: int) -> int:
-    """Returns the most temporary memory of a rank that has `held` numbers of matrices: gathered matrices and their updates.
+    """Returns the most temporary memory of a rank that has `held` numbers of matrices: gathered
+    matrices and their updates.
 
     What is orthogonalised takes less than the gradient that it replaces.
     """

@@ -1,7 +1,9 @@
-"""Files of a checkpoint: written with checksums, and read without executing anything, by `torch.distributed.checkpoint`.
+"""Files of a checkpoint: written with checksums, and read without executing anything, by
+`torch.distributed.checkpoint`.
 
-Its description of the tensors, `.metadata`, is a pickle, and a crafted pickle runs code when it is loaded. So only the classes
-that a description consists of are loaded, and of the other files only tensors.
+Its description of the tensors, `.metadata`, is a pickle, and a crafted pickle runs code when it is
+loaded. So only the classes that a description consists of are loaded, and of the other files only
+tensors.
 """
 
 import errno
@@ -47,15 +49,21 @@ class CheckpointError(UserError):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name == "PosixPath" and module.split(".")[0] == "pathlib":  # its module depends on the version of Python
+        # Its module depends on the version of Python.
+        if name == "PosixPath" and module.split(".")[0] == "pathlib":
             return PurePosixPath
-        if (module, name) in CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in CLASSES or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs and which is not loaded")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which no checkpoint needs and which is not loaded"
+        )
 
 
 class TensorReader(FileSystemReader):
-    """Reads a checkpoint in a folder. Raises CheckpointError for a damaged or crafted description of its tensors."""
+    """Reads a checkpoint in a folder. Raises CheckpointError for a damaged or crafted description
+    of its tensors."""
 
     def read_metadata(self, *arguments: Any, **named: Any) -> Metadata:
         path = Path(self.path, ".metadata")
@@ -66,7 +74,9 @@ class TensorReader(FileSystemReader):
                 inside(path.parent, stored.relative_path)
             content.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         except Exception as error:  # damaged bytes may raise anything
-            raise CheckpointError(f"{path.name} is damaged: {error or type(error).__name__}") from error
+            raise CheckpointError(
+                f"{path.name} is damaged: {error or type(error).__name__}"
+            ) from error
         return cast(Metadata, content)
 
 
@@ -84,7 +94,9 @@ class SummingFiles(FileSystem):
         self.checksums = checksums
 
     @contextmanager
-    def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(
+        self, path: str | PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
         if mode != "wb":
             raise OSError(errno.EINVAL, "a checkpoint is only written", str(path))
         with SummedFile(Path(path)) as stream:

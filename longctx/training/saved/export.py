@@ -1,8 +1,10 @@
-"""Export: writes a checkpoint of a run as a folder that transformers loads, in one process that never holds the whole model.
+"""Export: writes a checkpoint of a run as a folder that transformers loads, in one process that
+never holds the whole model.
 
-The sharded checkpoint is read group by group (a block, an embedding); every group is converted to transformers' tensors, which
-are written file by file. The folder is written as OUT.partial and renamed when all files are on disk. It lists its files, and
-only these are removed when it is replaced.
+The sharded checkpoint is read group by group (a block, an embedding); every group is converted to
+transformers' tensors, which are written file by file. The folder is written as OUT.partial and
+renamed when all files are on disk. It lists its files, and only these are removed when it is
+replaced.
 """
 
 import json
@@ -33,7 +35,16 @@ from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
 from longctx.model.translation import canonical
-from longctx.own_files import LIST, MOVE_AWAY, begin_list, changed, read_list, replace, that_stay, write_list
+from longctx.own_files import (
+    LIST,
+    MOVE_AWAY,
+    begin_list,
+    changed,
+    read_list,
+    replace,
+    that_stay,
+    write_list,
+)
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.paths import local_path
 from longctx.safe_yaml import parse, read_text
@@ -50,7 +61,8 @@ class ExportError(UserError):
 
 
 def check_place(out: Path, overwrite: bool) -> None:
-    """Raises ExportError unless an export may be written to `out`: its files are looked for, but not read."""
+    """Raises ExportError unless an export may be written to `out`: its files are looked for, but
+    not read."""
     is_empty = out.is_dir() and not any(out.iterdir())
     if is_empty or not os.path.lexists(out):
         return
@@ -58,15 +70,23 @@ def check_place(out: Path, overwrite: bool) -> None:
         raise ExportError(f"{out} exists and is not a folder: choose another place")
     listed = read_list(out)
     if listed is None:
-        raise ExportError(f"{out} exists, was not written by longctx (no {LIST}), and is not replaced: choose another folder")
+        raise ExportError(
+            f"{out} exists, was not written by longctx (no {LIST}), and is not replaced: choose "
+            "another folder"
+        )
     if not overwrite:
-        raise ExportError(f"{out} exists: choose another folder, or replace it with longctx export --overwrite")
+        raise ExportError(
+            f"{out} exists: choose another folder, or replace it with longctx export --overwrite"
+        )
 
 
 def check_base(base: str | None, out: Path) -> None:
     """Raises ExportError if `out` is the checkpoint `base`, from which a run started."""
     if base is not None and out.is_dir() and Path(base).is_dir() and out.samefile(base):
-        raise ExportError(f"{out} is the checkpoint that the run started from, and is not replaced: choose another folder")
+        raise ExportError(
+            f"{out} is the checkpoint that the run started from, and is not replaced: choose "
+            "another folder"
+        )
 
 
 def export(
@@ -79,13 +99,16 @@ def export(
     overwrite: bool = False,
     merge: bool = False,
 ) -> str:
-    """Writes the newest complete checkpoint of a run, or that of `step`, to `out` as a transformers checkpoint.
+    """Writes the newest complete checkpoint of a run, or that of `step`, to `out` as a transformers
+    checkpoint.
 
-    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters. Returns what is said.
+    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged
+    adapters. Returns what is said.
 
-    Weights are written in `dtype`; by default in the dtypes of the checkpoint that the run started from, or float32 for new
-    weights. With `overwrite` only what longctx has written to `out` is replaced; all else stays there, and is named.
-    Raises ExportError, NotReplaced, CheckpointError or NoNativeModel.
+    Weights are written in `dtype`; by default in the dtypes of the checkpoint that the run started
+    from, or float32 for new weights. With `overwrite` only what longctx has written to `out` is
+    replaced; all else stays there, and is named. Raises ExportError, NotReplaced, CheckpointError
+    or NoNativeModel.
     """
     run, out = local_path(run), local_path(out)
     check_place(out, overwrite)
@@ -93,7 +116,9 @@ def export(
     check_base(_base_of(run), out)
     listed = read_list(out) or {}
     if edited := changed(out, listed):
-        raise ExportError(f"{out / edited[0]} is not as longctx wrote it, and is not replaced: {MOVE_AWAY}")
+        raise ExportError(
+            f"{out / edited[0]} is not as longctx wrote it, and is not replaced: {MOVE_AWAY}"
+        )
     kept = model_folder(run)
     model, source = _build(chosen, kept)
     saved = SavedWeights(chosen.folder)
@@ -102,8 +127,12 @@ def export(
     place = out.resolve()
     with _folder_beside(place) as partial:
         if isinstance(model, AdaptedModel) and not merge:
-            if source is not None and source.config.to_dict().get(ROPE) != model.files.config.to_dict().get(ROPE):
-                raise ExportError("the run changes RoPE, which adapters cannot store: use longctx export --merge")
+            if source is not None and source.config.to_dict().get(
+                ROPE
+            ) != model.files.config.to_dict().get(ROPE):
+                raise ExportError(
+                    "the run changes RoPE, which adapters cannot store: use longctx export --merge"
+                )
             what, size, files = "adapters for peft", _write_adapters(partial, model, saved, kept), 1
             length = _with_length(partial, model.files.config, _longest(chosen), adapters=True)
         else:
@@ -121,11 +150,15 @@ def export(
     has_tokenizer = any(out.glob("tokenizer*")) or any(out.glob("vocab.*"))
     tokenizer = "" if has_tokenizer else ", without a tokenizer (the run folder has none)"
     beside = f"; {that_stay(stays)}" if stays else ""
-    return f"step {chosen.step} exported to {out}: {what}, {size / 1e9:,.3f} GB in {count}{tokenizer}{length}{beside}"
+    return (
+        f"step {chosen.step} exported to {out}: {what}, {size / 1e9:,.3f} GB in "
+        f"{count}{tokenizer}{length}{beside}"
+    )
 
 
 def _base_of(run: Path) -> str | None:
-    """Returns the checkpoint that a run started from, as in its settings, which may be gone; None for new weights."""
+    """Returns the checkpoint that a run started from, as in its settings, which may be gone; None
+    for new weights."""
     settings = run / "config.yaml"
     values = parse(read_text(settings)) if settings.is_file() else None
     model = values.get("model") if isinstance(values, dict) else None
@@ -138,7 +171,9 @@ def _folder_beside(out: Path) -> Iterator[Path]:
     """Yields the empty folder OUT.partial, and removes it if it is still there in the end."""
     partial = out.with_name(out.name + ".partial")
     if partial.exists() and read_list(partial) is None:
-        raise ExportError(f"{partial}, where the export would be made, was not written by longctx: {MOVE_AWAY}")
+        raise ExportError(
+            f"{partial}, where the export would be made, was not written by longctx: {MOVE_AWAY}"
+        )
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     begin_list(partial)
@@ -150,41 +185,61 @@ def _folder_beside(out: Path) -> Iterator[Path]:
 
 def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept: Path) -> int:
     """Writes the adapters for peft. Returns the bytes of their weights."""
-    trained = saved.read(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    trained = saved.read(
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    )
     write_adapter(folder, model, trained)
-    tokenizer_files.copy([file for file in beside_weights(kept) if file.name != "config.json"], kept, folder)
+    tokenizer_files.copy(
+        [file for file in beside_weights(kept) if file.name != "config.json"], kept, folder
+    )
     _write_generation(folder, kept, model.hf.config, model.spec.vocab_size or 0)
     return sum(tensor.nbytes for tensor in trained.values())
 
 
 def _read(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Reads whole parameters by name; frozen ones from the base checkpoint, as those of the run do not contain them."""
+    """Reads whole parameters by name; frozen ones from the base checkpoint, as those of the run do
+    not contain them."""
     if not isinstance(model, AdaptedModel):
         return saved.read(names)
     trained = [name for name in names if name.endswith(ADAPTERS)]
-    return {**saved.read(trained), **{name: model.frozen(name) for name in names if name not in trained}}
+    return {
+        **saved.read(trained),
+        **{name: model.frozen(name) for name in names if name not in trained},
+    }
 
 
 def _find(run: Path, step: int | None) -> Checkpoint:
     if not run.is_dir():
         raise ExportError(f"run folder {run} not found: give the train.run_dir of a run")
     if not checkpoint.is_run(run):
-        what = "a store of documents" if is_store(run) else "not a run folder: it has no checkpoints"
+        what = (
+            "a store of documents" if is_store(run) else "not a run folder: it has no checkpoints"
+        )
         what = "a transformers checkpoint already" if (run / "config.json").is_file() else what
         raise ExportError(f"{run} is {what}: give the train.run_dir of a run")
     saved, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
     if saved is None:
-        what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        what = (
+            "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        )
         steps = ", ".join(map(str, checkpoint.steps(run)))
-        way_out = f"steps with complete checkpoints: {steps}" if steps else "set checkpoint.every and train again"
+        way_out = (
+            f"steps with complete checkpoints: {steps}"
+            if steps
+            else "set checkpoint.every and train again"
+        )
         raise ExportError(f"{run} has {what}{checkpoint.because(damaged)}: {way_out}")
     if problem := saved.damage():
-        raise ExportError(f"{saved.folder} is damaged ({problem}): longctx export --step N exports another checkpoint")
+        raise ExportError(
+            f"{saved.folder} is damaged ({problem}): longctx export --step N exports another "
+            "checkpoint"
+        )
     return saved
 
 
 def _build(saved: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None]:
-    """Returns the model of a checkpoint without values, and the transformers checkpoint that the run started from, if any."""
+    """Returns the model of a checkpoint without values, and the transformers checkpoint that the
+    run started from, if any."""
     described = saved.state["model"]
     source = None
     if (kept / DESCRIBED).is_file():
@@ -194,38 +249,55 @@ def _build(saved: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
     with torch.device("meta"):
         if "transformers" in described:
             if source is None:
-                raise ExportError(f"{kept}, the config of the model, is missing: restore config.json and {DESCRIBED} there")
+                raise ExportError(
+                    f"{kept}, the config of the model, is missing: restore config.json and "
+                    f"{DESCRIBED} there"
+                )
             return transformers_source(source).build(), source
         shape = ModelShape.model_validate(described)
         if source is None:
             return Decoder(shape), None
         native = NativeSource(source)
         if native.shape != canonical(shape):
-            raise ExportError(f"{saved.folder} does not match the model of {kept}/config.json: restore the files of this run")
+            raise ExportError(
+                f"{saved.folder} does not match the model of {kept}/config.json: restore the files "
+                "of this run"
+            )
         return native.build(), source
 
 
 def _adapted(described: dict[str, Any]) -> Model:
-    """Returns the model of a run with LoRA, with frozen weights from the base checkpoint of the run.
+    """Returns the model of a run with LoRA, with frozen weights from the base checkpoint of the
+    run.
 
     Raises ExportError if the base checkpoint is missing or has changed.
     """
     values = described["lora"]
-    given: dict[str, Any] = {each.name: values[each.name] for each in fields(Lora) if each.name in values}
+    given: dict[str, Any] = {
+        each.name: values[each.name] for each in fields(Lora) if each.name in values
+    }
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     lora = Lora(**given)
     try:
         base = open_checkpoint(values["base"])
     except PretrainedError as error:
-        raise ExportError(f"the base weights in {values['base']} cannot be read ({error}): restore them") from error
+        raise ExportError(
+            f"the base weights in {values['base']} cannot be read ({error}): restore them"
+        ) from error
     if base.fingerprint != values["base_fingerprint"]:
-        raise ExportError(f"{values['base']} has changed since the adapters were trained: restore the original base weights")
+        raise ExportError(
+            f"{values['base']} has changed since the adapters were trained: restore the original "
+            "base weights"
+        )
     with torch.device("meta"):
         return adapted_source(base, lora, "float32").build()
 
 
-def _to_write(model: Model, source: CheckpointFiles | None, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the export without values: in `dtype`, by default as in the checkpoint `source`."""
+def _to_write(
+    model: Model, source: CheckpointFiles | None, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the export without values: in `dtype`, by default as in the checkpoint
+    `source`."""
     tensors: dict[str, torch.Tensor] = {}
     empty = {name: value.to("meta") for name, value in model.state_dict().items()}
     for group in model.groups():
@@ -240,14 +312,21 @@ def _refuse_full(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise ExportError(
-            f"{folder.parent} has {free / 1e9:,.1f} GB free, but the weights need {size / 1e9:,.1f} GB: free disk space"
+            f"{folder.parent} has {free / 1e9:,.1f} GB free, but the weights need "
+            f"{size / 1e9:,.1f} GB: free disk space"
         )
 
 
 def _write_beside(
-    folder: Path, model: Model, source: CheckpointFiles | None, saved: Checkpoint, kept: Path, dtype: torch.dtype | None
+    folder: Path,
+    model: Model,
+    source: CheckpointFiles | None,
+    saved: Checkpoint,
+    kept: Path,
+    dtype: torch.dtype | None,
 ) -> tuple[str, str]:
-    """Writes config, generation config, tokenizer and chat template. Returns the class and what `_with_length` says."""
+    """Writes config, generation config, tokenizer and chat template. Returns the class and what
+    `_with_length` says."""
     tokenizer_files.copy(beside_weights(kept), kept, folder)
     changed: dict[str, Any] = {}
     if source is None:
@@ -274,28 +353,36 @@ def _longest(saved: Checkpoint) -> int:
 
 
 def _with_length(folder: Path, config: Any, longest: int, *, adapters: bool = False) -> str:
-    """Raises the lengths at which engines cut, in config and tokenizer, to the `longest` document. Returns what is said.
+    """Raises the lengths at which engines cut, in config and tokenizer, to the `longest` document.
+    Returns what is said.
 
-    RoPE whose frequencies depend on the length in the config (dynamic, longrope) has trained nothing longer. `adapters` have no
-    config of their own.
+    RoPE whose frequencies depend on the length in the config (dynamic, longrope) has trained
+    nothing longer. `adapters` have no config of their own.
     """
     text, said = config.get_text_config(), ""
     limit = getattr(text, LIMIT, None) or longest
     if longest > limit and adapters:
-        said = f"; the base ends at {limit:,} tokens ({LIMIT}), documents had up to {longest:,}: --merge writes {longest:,}"
+        said = (
+            f"; the base ends at {limit:,} tokens ({LIMIT}), documents had up to {longest:,}: "
+            f"--merge writes {longest:,}"
+        )
     elif longest > limit:
         setattr(text, LIMIT, longest)
         config.save_pretrained(folder)
         said = f"; {LIMIT} {limit:,} → {longest:,}, the longest document trained"
     tokenizer = folder / "tokenizer_config.json"
-    if tokenizer.is_file() and json.loads(tokenizer.read_text("utf-8")).get("model_max_length", longest) < longest:
+    if (
+        tokenizer.is_file()
+        and json.loads(tokenizer.read_text("utf-8")).get("model_max_length", longest) < longest
+    ):
         _change(tokenizer, {"model_max_length": longest})
         said += f"; model_max_length of the tokenizer → {longest:,}"
     return said
 
 
 def _write_generation(folder: Path, kept: Path, config: Any, vocabulary: int) -> None:
-    """Writes the generation config if there is none, and adds the tokens that were trained as ends to those that stop it."""
+    """Writes the generation config if there is none, and adds the tokens that were trained as ends
+    to those that stop it."""
     from transformers import GenerationConfig
 
     file = folder / "generation_config.json"
@@ -307,7 +394,9 @@ def _write_generation(folder: Path, kept: Path, config: Any, vocabulary: int) ->
         ends = [*old] if isinstance(old, list) else [] if old is None else [old]
         new = [end for end in trained if end not in ends and end < vocabulary]
     except (ValueError, TypeError, AttributeError) as error:
-        raise ExportError(f"{ENDS} or {file.name} in {kept} is damaged: {brief(error)}; remove the damaged file") from error
+        raise ExportError(
+            f"{ENDS} or {file.name} in {kept} is damaged: {brief(error)}; remove the damaged file"
+        ) from error
     if new:
         _change(file, {"eos_token_id": [*ends, *new]})
 
@@ -328,10 +417,15 @@ def _end_of_document(kept: Path) -> int | None:
     try:
         token = json.loads((kept / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
         name = token["content"] if isinstance(token, dict) else token
-        number: int | None = None if name is None else Tokenizer.from_file(str(kept / "tokenizer.json")).token_to_id(name)
+        number: int | None = (
+            None
+            if name is None
+            else Tokenizer.from_file(str(kept / "tokenizer.json")).token_to_id(name)
+        )
     except Exception as error:  # tokenizers raises plain Exception
         raise UserError(
-            f"tokenizer.json or tokenizer_config.json in {kept} is damaged ({shortened(str(error), 200)}): copy them from "
+            f"tokenizer.json or tokenizer_config.json in {kept} is damaged "
+            f"({shortened(str(error), 200)}): copy them from "
             "another run on the same store, or delete both to export without a tokenizer"
         ) from error
     return number
@@ -345,11 +439,15 @@ def how_to_load(folder: Path) -> str:
         if class_of_checkpoint(Path(base)) == VISION_CLASS:
             base = f"{VISION_CLASS}.from_pretrained({base!r})"
             return (
-                f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: longctx export RUN OUT --merge"
+                f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: "
+                "longctx export RUN OUT --merge"
             )
         return (
             f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
             "or merge: longctx export RUN OUT --merge"
         )
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    return f"load with transformers: {class_of(config.get('model_type', ''))}.from_pretrained({str(folder)!r})"
+    return (
+        "load with transformers: "
+        f"{class_of(config.get('model_type', ''))}.from_pretrained({str(folder)!r})"
+    )

@@ -1,8 +1,10 @@
-"""`model/` in a run folder: the files of a transformers checkpoint besides its weights, kept for export.
+"""`model/` in a run folder: the files of a transformers checkpoint besides its weights, kept for
+export.
 
-For new weights only the tokenizer of the store is kept; for a checkpoint also its config, generation config, chat template and
-the names and dtypes of its tensors, as the checkpoint may be deleted before the export; and the ids of the tokens that the data
-train as ends, at which generation stops.
+For new weights only the tokenizer of the store is kept; for a checkpoint also its config,
+generation config, chat template and the names and dtypes of its tensors, as the checkpoint may be
+deleted before the export; and the ids of the tokens that the data train as ends, at which
+generation stops.
 """
 
 import json
@@ -20,12 +22,17 @@ from longctx.hf.source import ModelSource
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, small_files
 
 SAMPLED = 32
-"""Documents of a store in which ends are looked for: so many of those with targets everywhere, and of the others."""
+"""Documents of a store in which ends are looked for: so many of those with targets everywhere, and
+of the others."""
 
 
 def trained_ends(store: Store) -> list[int]:
-    """Returns the special tokens that are the last targets of documents: the end of a turn, or of a text."""
-    special, whole = np.zeros(store.tokenizer.vocab_size, np.bool_), store.trained_tokens >= store.lengths - 1
+    """Returns the special tokens that are the last targets of documents: the end of a turn, or of a
+    text."""
+    special, whole = (
+        np.zeros(store.tokenizer.vocab_size, np.bool_),
+        store.trained_tokens >= store.lengths - 1,
+    )
     special[[*store.tokenizer.special, store.tokenizer.end_of_document]] = True
     ends: set[int] = set()
     for source in store.sources:
@@ -52,8 +59,12 @@ def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
     (folder / ENDS).write_text(json.dumps(trained_ends(store)), "utf-8")
     kept = tokenizer_files.find(folder)
     paths = [source.path for source in store.sources]
-    chats = [path for path in paths if Manifest.load(path).conversations]  # the model was trained with their template
-    stored = next((path / TOKENIZER_FILES for path in chats or paths if (path / TOKENIZER_FILES).is_dir()), None)
+    # The model was trained with their template.
+    chats = [path for path in paths if Manifest.load(path).conversations]
+    stored = next(
+        (path / TOKENIZER_FILES for path in chats or paths if (path / TOKENIZER_FILES).is_dir()),
+        None,
+    )
     if stored is not None:
         for file in kept:
             (folder / file).unlink()
@@ -61,8 +72,12 @@ def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
         return
     if not kept:
         store.tokenizer.save(folder / TOKENIZER)
-        (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(store), indent=2) + "\n", "utf-8")
-    elif (own := folder / TOKENIZER).is_file() and set(added_tokens(store.tokenizer.text)) - set(added_tokens(own.read_text())):
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(_tokenizer_config(store), indent=2) + "\n", "utf-8"
+        )
+    elif (own := folder / TOKENIZER).is_file() and set(added_tokens(store.tokenizer.text)) - set(
+        added_tokens(own.read_text())
+    ):
         store.tokenizer.save(own)  # has new tokens
     if chats:  # without a checkpoint's tokenizer, conversations are prepared with ChatML
         (folder / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
@@ -79,4 +94,6 @@ def _tokenizer_config(store: Store) -> dict[str, object]:
 
 def beside_weights(folder: Path) -> list[Path]:
     """Returns the files of a model folder that are exported, relative to it."""
-    return [file for file in small_files(folder) if file.name != DESCRIBED] if folder.is_dir() else []
+    return (
+        [file for file in small_files(folder) if file.name != DESCRIBED] if folder.is_dir() else []
+    )

@@ -1,10 +1,12 @@
-"""Run folder: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, and `latest`, a link for people.
+"""Run folder: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, and `latest`, a link
+for people.
 
-It is checked before a run starts. The checkpoint found is that of the last step; `checkpoint.verified` reads it later.
+It is checked before a run starts. The checkpoint found is that of the last step;
+`checkpoint.verified` reads it later.
 
-`best`, which is like a run folder, has the checkpoint with the lowest validation loss; its files are links to those of the
-checkpoint, or copies where the file system has no links. The checkpoint itself says which one is the best so far, so that a
-resumed run knows.
+`best`, which is like a run folder, has the checkpoint with the lowest validation loss; its files
+are links to those of the checkpoint, or copies where the file system has no links. The checkpoint
+itself says which one is the best so far, so that a resumed run knows.
 """
 
 import errno
@@ -26,7 +28,8 @@ from longctx.training.saved.checkpoint import Checkpoint, because
 from longctx.training.saved.model_folder import model_folder
 
 BEST = "best"
-"""Folder of a run in which the checkpoint with the lowest validation loss is kept, and its key in the state of checkpoints."""
+"""Folder of a run in which the checkpoint with the lowest validation loss is kept, and its key in
+the state of checkpoints."""
 
 
 class RunFolderError(UserError):
@@ -34,43 +37,57 @@ class RunFolderError(UserError):
 
 
 def open_run_folder(
-    folder: Path, *, resume: bool, checkpoint_bytes: int, or_begin: bool = False, step: int | None = None, best: bool = False
+    folder: Path,
+    *,
+    resume: bool,
+    checkpoint_bytes: int,
+    or_begin: bool = False,
+    step: int | None = None,
+    best: bool = False,
 ) -> tuple[Checkpoint | None, list[str]]:
     """Checks that a run can write to `folder`, and finds the checkpoint to resume from.
 
-    With `or_begin` a run that has saved no checkpoint yet starts from scratch; with a `step` the run resumes from the
-    checkpoint of that step. Returns (the newest complete checkpoint or that of `step`, None for a new run; messages about
-    damaged ones).
-    Raises RunFolderError if the folder is not writable, has too little space for two checkpoints of `checkpoint_bytes` (0: none
-    are written), three with a `best` one, contains another run, or has no checkpoint to resume from.
+    With `or_begin` a run that has saved no checkpoint yet starts from scratch; with a `step` the
+    run resumes from the checkpoint of that step. Returns (the newest complete checkpoint or that of
+    `step`, None for a new run; messages about damaged ones). Raises RunFolderError if the folder is
+    not writable, has too little space for two checkpoints of `checkpoint_bytes` (0: none are
+    written), three with a `best` one, contains another run, or has no checkpoint to resume from.
     """
     free = _writable(folder)
     if (folder / "latest").exists() and not (folder / "latest").is_symlink():
-        raise RunFolderError(f"{folder / 'latest'} must be a link to a checkpoint, but is not a link: move it away")
+        raise RunFolderError(
+            f"{folder / 'latest'} must be a link to a checkpoint, but is not a link: move it away"
+        )
     saved, damaged = checkpoint.newest(folder)
     if step is not None and saved is not None:
         saved, damaged = checkpoint.of_step(folder, step)
         if saved is None:
             steps = ", ".join(map(str, checkpoint.steps(folder)))
             raise RunFolderError(
-                f"--resume is {step}, but {folder} has no complete checkpoint of that step{because(damaged)}: it has those of "
+                f"--resume is {step}, but {folder} has no complete checkpoint of that "
+                f"step{because(damaged)}: it has those of "
                 f"steps {steps}"
             )
     if resume and saved is None and not or_begin:
         raise RunFolderError(
-            f"nothing to resume from: {folder} has no complete checkpoint{because(damaged)}. Start without --resume, or with "
+            f"nothing to resume from: {folder} has no complete checkpoint{because(damaged)}. Start "
+            "without --resume, or with "
             "--resume-if-any"
         )
     if or_begin and saved is None and checkpoint.was_saved(folder):
-        raise RunFolderError(f"no checkpoint of {folder} can be used{because(damaged)}. {checkpoint.START_ANEW}")
+        raise RunFolderError(
+            f"no checkpoint of {folder} can be used{because(damaged)}. {checkpoint.START_ANEW}"
+        )
     if not resume and saved is not None:
         raise RunFolderError(
-            f"run folder {folder} contains a run with a checkpoint at step {saved.step}: add --resume to continue it, or "
+            f"run folder {folder} contains a run with a checkpoint at step {saved.step}: add "
+            "--resume to continue it, or "
             "choose another folder with --train.run_dir"
         )
     if not resume and (folder / "metrics.jsonl").exists():
         raise RunFolderError(
-            f"run folder {folder} contains a run without a checkpoint: add --resume-if-any to start it again, or choose "
+            f"run folder {folder} contains a run without a checkpoint: add --resume-if-any to "
+            "start it again, or choose "
             "another folder with --train.run_dir"
         )
     if saved is None and not (folder / "metrics.jsonl").exists():
@@ -80,7 +97,8 @@ def open_run_folder(
 
 
 def settings_header(ranks: int, computed: str) -> str:
-    """Returns the first line of the settings in a run folder, by which they are known as those of a run."""
+    """Returns the first line of the settings in a run folder, by which they are known as those of a
+    run."""
     return f"# {ranks} ranks: {computed}\n"
 
 
@@ -88,7 +106,9 @@ def _refuse_foreign(folder: Path) -> None:
     """Raises RunFolderError if a folder without a run has something that a run would replace."""
     settings, model, best = folder / "config.yaml", model_folder(folder), folder / BEST
     foreign = []
-    if settings.is_file() and not re.match(r"# \d+ ranks: ", settings.read_text("utf-8", errors="replace")):
+    if settings.is_file() and not re.match(
+        r"# \d+ ranks: ", settings.read_text("utf-8", errors="replace")
+    ):
         foreign.append(settings)
     if os.path.lexists(model) and not (model / ENDS).is_file():
         foreign.append(model)
@@ -96,21 +116,29 @@ def _refuse_foreign(folder: Path) -> None:
         foreign.append(best)
     if foreign:
         raise RunFolderError(
-            f"{foreign[0]} was not written by a run, which would replace it: choose another folder with --train.run_dir, or "
+            f"{foreign[0]} was not written by a run, which would replace it: choose another folder "
+            "with --train.run_dir, or "
             "move it away"
         )
 
 
 def _writable(folder: Path) -> int:
-    """Makes the run folder, and returns the free bytes there. Raises RunFolderError if nothing can be written."""
+    """Makes the run folder, and returns the free bytes there. Raises RunFolderError if nothing can
+    be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"x")
             probe.flush()
     except OSError as error:
-        way_out = "free disk space" if error.errno == errno.ENOSPC else "choose another folder with --train.run_dir"
-        raise RunFolderError(f"run folder {folder} cannot be written ({error}): {way_out}") from error
+        way_out = (
+            "free disk space"
+            if error.errno == errno.ENOSPC
+            else "choose another folder with --train.run_dir"
+        )
+        raise RunFolderError(
+            f"run folder {folder} cannot be written ({error}): {way_out}"
+        ) from error
     return shutil.disk_usage(folder).free
 
 
@@ -119,8 +147,10 @@ def _check_space(folder: Path, free: int, count: int, checkpoint_bytes: int) -> 
     # The old checkpoint stays until the new one is complete.
     if free < count * checkpoint_bytes:
         raise RunFolderError(
-            f"run folder {folder} has {free / 1e6:,.1f} MB free, but {count} checkpoints of this model need "
-            f"{count * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder with --train.run_dir"
+            f"run folder {folder} has {free / 1e6:,.1f} MB free, but {count} checkpoints of this "
+            "model need "
+            f"{count * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder "
+            "with --train.run_dir"
         )
 
 
@@ -132,13 +162,15 @@ def only_run_in(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RunFolderError(
-                f"another run is writing to {folder}: wait for it, stop it, or choose another folder with --train.run_dir"
+                f"another run is writing to {folder}: wait for it, stop it, or choose another "
+                "folder with --train.run_dir"
             ) from error
         yield
 
 
 def set_aside(run: Path, saved: Checkpoint) -> list[str]:
-    """Moves the checkpoints after `saved` into a folder of the run, with the metrics so far. Returns a message on them, if any.
+    """Moves the checkpoints after `saved` into a folder of the run, with the metrics so far.
+    Returns a message on them, if any.
 
     The run, which goes on after `saved`, would take them for its own.
     """
@@ -146,7 +178,9 @@ def set_aside(run: Path, saved: Checkpoint) -> list[str]:
     best = [run / BEST] * any(step > saved.step for step in checkpoint.steps(run / BEST))
     if not later and not best:
         return []
-    number = next(number for number in itertools.count(1) if not (run / f"set-aside-{number}").exists())
+    number = next(
+        number for number in itertools.count(1) if not (run / f"set-aside-{number}").exists()
+    )
     folder = run / f"set-aside-{number}"
     (folder / "checkpoints").mkdir(parents=True)
     checkpoint.link_latest(saved.folder)
@@ -163,9 +197,11 @@ def set_aside(run: Path, saved: Checkpoint) -> list[str]:
 
 
 def restore_best(saved: Checkpoint) -> dict[str, Any] | None:
-    """Returns step and loss of the best checkpoint when one was saved, None if it is no longer there. Only one rank calls it.
+    """Returns step and loss of the best checkpoint when one was saved, None if it is no longer
+    there. Only one rank calls it.
 
-    Keeps it again if it is not the one that is kept: the run was killed in between, or went back to an earlier step.
+    Keeps it again if it is not the one that is kept: the run was killed in between, or went back to
+    an earlier step.
     """
     best: dict[str, Any] | None = saved.state.get(BEST)
     if best is None or best["step"] in checkpoint.steps(saved.run / BEST):

@@ -1,8 +1,10 @@
-"""Saver: writes the checkpoints of a run beside training, and publishes each when all its files are on disk.
+"""Saver: writes the checkpoints of a run beside training, and publishes each when all its files are
+on disk.
 
-`torch.distributed.checkpoint` plans who writes what; then every rank copies its part to host memory and trains on while a
-thread writes the copy. When all ranks have written, a thread of rank 0 writes `state.json`, renames the folder and deletes old
-ones. Threads use no process group, so the messages of the run keep their order.
+`torch.distributed.checkpoint` plans who writes what; then every rank copies its part to host memory
+and trains on while a thread writes the copy. When all ranks have written, a thread of rank 0 writes
+`state.json`, renames the folder and deletes old ones. Threads use no process group, so the messages
+of the run keep their order.
 """
 
 import json
@@ -41,16 +43,30 @@ class NotWritten(CheckpointError):
 
 
 class Saver:
-    """Writes checkpoints under `run`/checkpoints; all ranks of `group`, a gloo group, call its methods together.
+    """Writes checkpoints under `run`/checkpoints; all ranks of `group`, a gloo group, call its
+    methods together.
 
-    All but the `keep` latest checkpoints are deleted (None: none). With `beside`, `start` waits only until the tensors are
-    copied, unless a copy would take more than half of the host memory that is free for each of `local_ranks` processes.
+    All but the `keep` latest checkpoints are deleted (None: none). With `beside`, `start` waits
+    only until the tensors are copied, unless a copy would take more than half of the host memory
+    that is free for each of `local_ranks` processes.
     """
 
     def __init__(
-        self, run: Path, group: dist.ProcessGroup, keep: int | None = None, *, beside: bool = False, local_ranks: int = 1
+        self,
+        run: Path,
+        group: dist.ProcessGroup,
+        keep: int | None = None,
+        *,
+        beside: bool = False,
+        local_ranks: int = 1,
     ) -> None:
-        self.run, self.group, self.keep, self.beside, self.local_ranks = run, group, keep, beside, local_ranks
+        self.run, self.group, self.keep, self.beside, self.local_ranks = (
+            run,
+            group,
+            keep,
+            beside,
+            local_ranks,
+        )
         self.copies: _Copies | None = None
         self._stages: Iterator[futures.Future[Any]] | None = None
         self._task: futures.Future[Any] | None = None
@@ -61,8 +77,11 @@ class Saver:
         """Whether `advance` need not wait for this rank."""
         return self._task is None or self._task.done()
 
-    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
-        """Begins to write a checkpoint of this moment, after the end of one begun before. Returns its folder to be.
+    def start(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> Path:
+        """Begins to write a checkpoint of this moment, after the end of one begun before. Returns
+        its folder to be.
 
         `state` is plain JSON data with the key `step`. Collective. Raises NotWritten.
         """
@@ -75,7 +94,9 @@ class Saver:
             partial.mkdir(parents=True)
         dist.barrier(self.group)
         try:
-            save_sharded(tensors_of(model, optimizer), storage_writer=writer, process_group=self.group)
+            save_sharded(
+                tensors_of(model, optimizer), storage_writer=writer, process_group=self.group
+            )
         except (CheckpointException, OSError) as error:
             raise self._failed(partial, cause(error)) from error
         self._stages = self._write(final, state, writer)
@@ -83,12 +104,14 @@ class Saver:
         return final
 
     def finish(self) -> None:
-        """Waits until the checkpoint begun last, if any, is published as `latest` in `run`. Collective. Raises NotWritten."""
+        """Waits until the checkpoint begun last, if any, is published as `latest` in `run`.
+        Collective. Raises NotWritten."""
         while self._stages is not None:
             self.advance()
 
     def advance(self) -> None:
-        """Begins to publish the checkpoint begun last, or notes that it is published. Waits only if a rank has not `written`.
+        """Begins to publish the checkpoint begun last, or notes that it is published. Waits only if
+        a rank has not `written`.
 
         Collective. Raises NotWritten.
         """
@@ -97,18 +120,29 @@ class Saver:
             self._task = next(stages, None)
             self._stages = None if self._task is None else stages
 
-    def _write(self, final: Path, state: dict[str, Any], writer: "_Writer") -> Iterator[futures.Future[Any]]:
-        """Yields the tasks of this rank that write a checkpoint. All ranks go on together after each. Raises NotWritten."""
+    def _write(
+        self, final: Path, state: dict[str, Any], writer: "_Writer"
+    ) -> Iterator[futures.Future[Any]]:
+        """Yields the tasks of this rank that write a checkpoint. All ranks go on together after
+        each. Raises NotWritten."""
         partial = final.with_suffix(".partial")
         yield writer.task
         trouble = _said(writer.task, partial)
-        parts = gather_objects((trouble, [] if trouble else writer.task.result(), writer.checksums), self.group)
+        parts = gather_objects(
+            (trouble, [] if trouble else writer.task.result(), writer.checksums), self.group
+        )
         self._require(partial, [trouble for trouble, _, _ in parts])
         publication = self._thread.submit(self._publish, final, state, writer, parts)
         yield publication
         self._require(partial, gather_objects(_said(publication, partial.parent), self.group))
 
-    def _publish(self, final: Path, state: dict[str, Any], writer: "_Writer", parts: Sequence[tuple[Any, ...]]) -> None:
+    def _publish(
+        self,
+        final: Path,
+        state: dict[str, Any],
+        writer: "_Writer",
+        parts: Sequence[tuple[Any, ...]],
+    ) -> None:
         """Makes the written files the newest checkpoint; rank 0 does it for all."""
         if not self._first:
             return
@@ -133,7 +167,10 @@ class Saver:
         if self._first:
             shutil.rmtree(partial, ignore_errors=True)
         way_out = "free disk space" if "No space left" in problem else "mend that"
-        return NotWritten(f"could not write {partial}: {problem}. Earlier checkpoints are intact: {way_out}, then --resume")
+        return NotWritten(
+            f"could not write {partial}: {problem}. Earlier checkpoints are intact: {way_out}, "
+            "then --resume"
+        )
 
 
 class _Writer(FileSystemWriter):
@@ -172,18 +209,24 @@ class _Writer(FileSystemWriter):
         self.metadata = metadata  # there are no results yet
 
     def describe(self, results: list[list[WriteResult]]) -> None:
-        """Writes the description of all tensors, from the results of all ranks. Only rank 0 calls it."""
+        """Writes the description of all tensors, from the results of all ranks. Only rank 0 calls
+        it."""
         super().finish(self.metadata, results)
 
     def _has_room(self, plan: SavePlan) -> bool:
         data = [item.tensor_data for item in plan.items if item.tensor_data]
         sizes = (part.chunk.sizes.numel() * part.properties.dtype.itemsize for part in data)
-        needed, free = pinned_bytes(sizes, rounded=torch.cuda.is_initialized() and rounds_pinned()), free_bytes()
+        needed, free = (
+            pinned_bytes(sizes, rounded=torch.cuda.is_initialized() and rounds_pinned()),
+            free_bytes(),
+        )
         if free is None or needed <= free // (2 * self.saver.local_ranks):
             return True
         print(
-            f"longctx: rank {dist.get_rank(self.saver.group)} waits for its part of the checkpoint: a copy needs "
-            f"{format_bytes(needed)}, more than half of its share of {format_bytes(free)} of free host memory",
+            f"longctx: rank {dist.get_rank(self.saver.group)} waits for its part of the "
+            "checkpoint: a copy needs "
+            f"{format_bytes(needed)}, more than half of its share of {format_bytes(free)} of free "
+            "host memory",
             file=sys.stderr,
         )
         return False
@@ -198,11 +241,13 @@ def _said(task: futures.Future[Any], folder: Path) -> str:
     held = sum(file.stat().st_size for file in folder.glob("*"))
     if "No space left" in problem or shutil.disk_usage(folder).free > held:
         return problem
-    return f"No space left on device ({problem})"  # which torch's writer does not say: "unexpected pos 704 vs 598"
+    # Which torch's writer does not say: "unexpected pos 704 vs 598".
+    return f"No space left on device ({problem})"
 
 
 class _Copies:
-    """The data of plans in host memory, which is kept for the next one: memory that is new costs more time than the copy."""
+    """The data of plans in host memory, which is kept for the next one: memory that is new costs
+    more time than the copy."""
 
     def __init__(self) -> None:
         self._held: dict[MetadataIndex, Any] = {}
@@ -224,7 +269,8 @@ class _Copies:
 
 
 def publish(run: Path, final: Path, state: dict[str, Any], checksums: dict[str, str]) -> None:
-    """Writes state.json, which makes the folder `final`.partial whole, renames it to `final`, and makes `latest` its link."""
+    """Writes state.json, which makes the folder `final`.partial whole, renames it to `final`, and
+    makes `latest` its link."""
     partial = final.with_suffix(".partial")
     sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     with (partial / STATE).open("w", encoding="utf-8") as stream:
@@ -252,13 +298,20 @@ def _sync(folder: Path) -> None:
 
 
 def prune(run: Path, keep: int | None, published: Path) -> None:
-    """Deletes all complete checkpoints up to the published one but the `keep` latest; says which it cannot delete.
+    """Deletes all complete checkpoints up to the published one but the `keep` latest; says which it
+    cannot delete.
 
     Later ones are of a run that was resumed from an earlier checkpoint because they are damaged.
     """
     for old in complete(run, published)[: -keep if keep else 0]:
         try:
             shutil.rmtree(old)
-        except OSError as error:  # of a file that is open on a network file system, or deleted by somebody else
+        except (
+            OSError
+        ) as error:  # of a file that is open on a network file system, or deleted by somebody else
             if old.exists():
-                print(f"longctx: old checkpoint {old} cannot be deleted: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"longctx: old checkpoint {old} cannot be deleted: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
