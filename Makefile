@@ -46,10 +46,11 @@ test: check  ## Lint, check types and run the tests
 test-release: PYTEST_ARGS := -m "not gpu"
 test-release: $(VENV)/installed-docs test  ## The same with pages, examples, wheels, benchmarks and all that is slow; takes hours
 
-check: $(VENV)/installed-dev  ## Lint, check the format and the types
+check: $(VENV)/installed-dev  ## Lint, check the format, the types and that no room got denser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.ratchet
 
 format: $(VENV)/installed-dev  ## Format the code and fix what lint can fix
 	$(BIN)/ruff check --fix .

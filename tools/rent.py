@@ -9,6 +9,7 @@ blank lines do not.
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 FEATURES = {
@@ -70,25 +71,51 @@ def lines_of(root: Path) -> dict[str, list[str]]:
     return {path: [line for line in lines if line.strip()] for path, lines in read.items()}
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a feature costs: lines of its own modules, and lines and files elsewhere that name it."""
+
+    own_lines: int
+    lines_elsewhere: int
+    files_elsewhere: int
+
+
+def costs(root: Path) -> dict[str, Cost]:
+    """Returns the cost of every feature of a checkout."""
+    modules = lines_of(root)
+    return {
+        feature: cost_of(modules, path=path, text=text)
+        for feature, (path, text) in FEATURES.items()
+    }
+
+
+def cost_of(modules: dict[str, list[str]], *, path: str, text: str) -> Cost:
+    """Returns the cost of a feature.
+
+    Args:
+        modules: Lines of every product module by its path.
+        path: Pattern of the paths of the feature's own modules.
+        text: Pattern of the lines elsewhere that name it.
+    """
+    own_lines, lines_elsewhere, files_elsewhere = 0, 0, 0
+    for name, lines in modules.items():
+        if re.search(path, f"/{name}"):
+            own_lines += len(lines)
+            continue
+        naming = sum(bool(re.search(text, line)) for line in lines)
+        lines_elsewhere += naming
+        files_elsewhere += naming > 0
+    return Cost(own_lines, lines_elsewhere, files_elsewhere=files_elsewhere)
+
+
 def main(root: Path) -> None:
     modules = lines_of(root)
-    print(
-        f"{sum(map(len, modules.values())):,} product lines that are not blank, in {len(modules)} "
-        "modules\n"
-    )
+    lines = sum(map(len, modules.values()))
+    print(f"{lines:,} product lines that are not blank, in {len(modules)} modules\n")
     print("| feature | own lines | lines elsewhere | files elsewhere |\n|---|---:|---:|---:|")
-    for feature, (path, text) in FEATURES.items():
-        own = {name for name in modules if re.search(path, f"/{name}")}
-        named = {
-            name: sum(bool(re.search(text, line)) for line in lines)
-            for name, lines in modules.items()
-            if name not in own
-        }
-        elsewhere = [count for count in named.values() if count]
-        print(
-            f"| {feature} | {sum(len(modules[name]) for name in own):,} | {sum(elsewhere):,} | "
-            f"{len(elsewhere)} |"
-        )
+    for feature, cost in costs(root).items():
+        cells = (cost.own_lines, cost.lines_elsewhere, cost.files_elsewhere)
+        print(f"| {feature} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
 
 
 if __name__ == "__main__":
