@@ -87,8 +87,12 @@ class Loader(Iterator[StepBatch]):
         }
         # Positions in stores of earlier runs that this one lacks.
         self._earlier: dict[str, dict[str, Any]] = {}
-        self._store, self._rank, self._ranks = store, rank, ranks
-        self.planner, self._merging, self._pad_to_multiple_of = planner, merging, pad_to_multiple_of
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+        self.planner = planner
+        self._merging = merging
+        self._pad_to_multiple_of = pad_to_multiple_of
         self._step = 0  # last step returned
         self._cursor = self.sampler.start  # after that step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
@@ -256,7 +260,9 @@ def merge_pieces(
         tokens_per_rank=tokens_per_rank,
         least_shared=sum(piece.length for piece in pieces) // (LEAST_SHARE * len(pieces)),
     )
-    return merged if merged.trees else None
+    if merged.trees:
+        return merged
+    return None
 
 
 def plan_step(
@@ -287,11 +293,11 @@ def read_step(
     """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
     targets = [store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
     weights = [float(store.weights[piece.document]) for piece in pieces]
-    amounts = (
-        targets
-        if not store.weighted
-        else [weigh_targets(store, *of) for of in zip(pieces, targets, strict=True)]
-    )
+    amounts: Sequence[float] = targets
+    if store.weighted:
+        amounts = [
+            weigh_targets(store, piece, count) for piece, count in zip(pieces, targets, strict=True)
+        ]
     names = [_name(store, piece) for piece in pieces]
     if merged is None:
         options: dict[str, Any] = {
@@ -328,7 +334,9 @@ def weigh_targets(store: Store, piece: Piece, count: int) -> float:
     """Returns the sum of the weights of the `count` targets of a piece, without the weight of its
     document."""
     weights = store.token_weights(piece.document, piece.start, piece.stop)
-    return count if weights is None else float(weights[1:].sum(dtype=np.float64))
+    if weights is None:
+        return count
+    return float(weights[1:].sum(dtype=np.float64))
 
 
 def names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:
@@ -344,4 +352,6 @@ def names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:
 def _name(store: Store, piece: Piece) -> str:
     name = store.name(piece.document)
     whole = piece.length == store.lengths[piece.document]
-    return name if whole else f"{name}[{piece.start}:{piece.stop}]"
+    if whole:
+        return name
+    return f"{name}[{piece.start}:{piece.stop}]"

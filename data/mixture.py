@@ -35,7 +35,8 @@ class Order(TypedDict):
 
 def make_steps(store: Store, **order: Unpack[Order]) -> "Steps":
     """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
-    share, global_tokens = order.get("held_out_share"), order["global_tokens"]
+    share = order.get("held_out_share")
+    global_tokens = order["global_tokens"]
     left_out = held_out(store.names, share) if share else np.zeros(len(store), np.bool_)
     sampler = partial(
         Sampler,
@@ -110,7 +111,9 @@ class Mixture:
     def step(self, cursor: tuple[Place, ...]) -> tuple[tuple[Piece, ...], tuple[Place, ...]]:
         """Returns the pieces of the step that begins at `cursor`, and the cursor of the next
         step."""
-        places, pieces, tokens = list(cursor), list[Piece](), 0
+        places = list(cursor)
+        pieces = list[Piece]()
+        tokens = 0
         while tokens < self._global_tokens:
             total = sum(taken for _, taken in places)
             next_one = max(

@@ -160,7 +160,9 @@ def pack(
         return found
 
     filled = fill(layout, read, pad_to_multiple_of)
-    return with_weights(filled, weights) if weighted else filled
+    if weighted:
+        return with_weights(filled, weights)
+    return filled
 
 
 def with_source(

@@ -166,10 +166,8 @@ class Sampler:
         if long_documents == "error":
             _refuse(is_long, taken, "documents", "split or drop", lengths, max_length, name)
         if long_documents is None:
-            what, ways = (
-                "conversations, or other documents with tokens without loss,",
-                "drop, truncate_left (keeps the end), ",
-            )
+            what = "conversations, or other documents with tokens without loss,"
+            ways = "drop, truncate_left (keeps the end), "
             _refuse(
                 is_long & conversations,
                 conversations,
@@ -203,7 +201,8 @@ class Sampler:
         self.pieces = len(self._document)
         self.tokens = int((self._stop - self._start).sum())
         _check_step(global_tokens, self.tokens, self.pieces)
-        self._seed, self._stream = seed, stream
+        self._seed = seed
+        self._stream = stream
         self._global_tokens = global_tokens
         self.longest = int((self._stop - self._start).max())
         self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
@@ -247,7 +246,9 @@ class Sampler:
         """Returns the only entry of `cursors`, or if that is None, the first cursor of the only
         epoch in `epochs`."""
         (cursor,), (epoch,) = cursors, epochs
-        return epoch * self.pieces if cursor is None else cursor
+        if cursor is None:
+            return epoch * self.pieces
+        return cursor
 
     def _piece(self, cursor: int) -> Piece:
         epoch, place = divmod(cursor, self.pieces)

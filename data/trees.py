@@ -111,7 +111,9 @@ def merge_prefixes(
         )
     paths: list[list[Ids]] = [[] for _ in keys]
     of_sequence = [0] * len(keys)
-    documents, of_rows, trees = [], [], {}
+    documents = []
+    of_rows = []
+    trees = {}
     for document, part in enumerate(
         _parts(keys, most_tokens, tokens_per_rank, max(1, least_shared))
     ):
@@ -167,11 +169,10 @@ def pack_merged(
 def _keys(sequences: Sequence[Tokens], labels: Sequence[Tokens] | None) -> list[Ids]:
     """Returns token and shifted label of every row of each sequence, [tokens, 2]."""
     tokens = token_ids("sequences", sequences, PackingError)
-    targets = (
-        tokens
-        if labels is None
-        else token_ids("labels", labels, PackingError, ignored=IGNORED_LABEL)
-    )
+    if labels is None:
+        targets = tokens
+    else:
+        targets = token_ids("labels", labels, PackingError, ignored=IGNORED_LABEL)
     if len(targets) != len(tokens):
         raise PackingError(
             f"there are {len(tokens)} sequences, but {len(targets)} labels: give one of each"
@@ -199,15 +200,21 @@ def _parts(
     with the one before.
     """
     parts: list[list[tuple[int, int]]] = []
-    size, total, before = 0, 0, -1
+    size = 0
+    total = 0
+    before = -1
     for number in sorted(range(len(keys)), key=lambda number: keys[number].tobytes()):
         key = keys[number]
         shared = _shared(keys[before], key) if parts else 0
-        size, total, before = size + len(key) - shared, total + len(key), number
+        size = size + len(key) - shared
+        total = total + len(key)
+        before = number
         if shared < least_shared or is_too_large(
             size, total, len(parts[-1]) + 1, most_tokens, tokens_per_rank
         ):
-            size, total, shared = len(key), len(key), 0
+            size = len(key)
+            total = len(key)
+            shared = 0
             parts.append([])
         parts[-1].append((number, shared))
     return sorted(parts, key=min)
@@ -217,7 +224,9 @@ def _shared(a: Ids, b: Ids) -> int:
     """Returns the number of first rows that are equal."""
     count = min(len(a), len(b))
     differ = np.flatnonzero((a[:count] != b[:count]).any(axis=1))
-    return int(differ[0]) if len(differ) else count
+    if len(differ):
+        return int(differ[0])
+    return count
 
 
 class _Node(NamedTuple):

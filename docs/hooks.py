@@ -1,7 +1,8 @@
 """MkDocs hooks: put linked files into the site.
 
-Pages link to files by their place in the repository, `../examples/quickstart.yaml`, so that the links work in a checkout. The
-site has these files under `repository/`; Markdown files are plain text there, since their own links lead elsewhere.
+Pages link to files by their place in the repository, `../examples/quickstart.yaml`, so that the
+links work in a checkout. The site has these files under `repository/`; Markdown files are plain
+text there, since their own links lead elsewhere.
 """
 
 import os
@@ -51,7 +52,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def _target(page: str, link: str) -> Path | None:
-    """Returns the file of the repository that a page links to; None if it is a page, or does not exist: MkDocs reports that."""
+    """Returns the file of the repository that a page links to; None if it is a page, or does not
+    exist: MkDocs reports that."""
     path = Path(os.path.normpath(DOCS / Path(page).parent / link))
     return path if path.exists() and not path.is_relative_to(DOCS) else None
 

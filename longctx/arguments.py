@@ -107,14 +107,18 @@ def real(least: float | None = None) -> Rule:
 
     def rule(value: Any) -> str:
         fits = is_number(value) and (least is None or value >= least)
-        return "" if fits else f"must be a finite number{span}"
+        if fits:
+            return ""
+        return f"must be a finite number{span}"
 
     return rule
 
 
 def flag(value: Any) -> str:
     """The rule of an argument that is true or false."""
-    return "" if isinstance(value, bool | np.bool_) else "must be True or False"
+    if isinstance(value, bool | np.bool_):
+        return ""
+    return "must be True or False"
 
 
 def kind(what: str, *kinds: type) -> Rule:
@@ -124,7 +128,9 @@ def kind(what: str, *kinds: type) -> Rule:
 
 def callable_(value: Any) -> str:
     """The rule of an argument that is called."""
-    return "" if callable(value) else "must be a function"
+    if callable(value):
+        return ""
+    return "must be a function"
 
 
 def anything(_: Any) -> str:
@@ -134,7 +140,9 @@ def anything(_: Any) -> str:
 
 def a_path(value: Any) -> str:
     """The rule of an argument that names a file or folder."""
-    return "" if isinstance(value, str | Path) else "must be a path, as str or pathlib.Path"
+    if isinstance(value, str | Path):
+        return ""
+    return "must be a path, as str or pathlib.Path"
 
 
 def row_of(what: str) -> Rule:
@@ -143,7 +151,9 @@ def row_of(what: str) -> Rule:
     def check(values: Any) -> str:
         is_array = hasattr(values, "__len__") and len(getattr(values, "shape", ())) == 1
         is_row = is_array or (isinstance(values, Sequence) and not isinstance(values, str | bytes))
-        return "" if is_row else f"must be a list of {what}"
+        if is_row:
+            return ""
+        return f"must be a list of {what}"
 
     return check
 
@@ -206,7 +216,9 @@ def or_none(rule: Rule) -> Rule:
 
     def check(value: Any) -> str:
         required = "" if value is None else rule(value)
-        return f"{required}, or None" if required else ""
+        if required:
+            return f"{required}, or None"
+        return ""
 
     return check
 

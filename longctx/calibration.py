@@ -49,7 +49,8 @@ less."""
 DOCUMENTS = 64
 """Maximum number of documents that share a call of attention, and so its fixed cost."""
 REPEATS = 5
-LEAST_TOKENS, SHORTEST_DOCUMENT = 64, 16
+LEAST_TOKENS = 64
+SHORTEST_DOCUMENT = 16
 LEAST_BYTES = 1 << 20
 """Minimum size of the largest message; times of smaller messages say little about bandwidth."""
 MESSAGES, PEERS = 5, 7
@@ -117,11 +118,9 @@ def measure_profile(
             "per rank"
         )
     config = config.changed({"context.ulysses_degree": 1, "context.profile": base})
-    per_node, described, how = (
-        ranks_per_node(mesh, local_rank),
-        _describe(config, mesh, shape),
-        dict[str, str](),
-    )
+    per_node = ranks_per_node(mesh, local_rank)
+    described = _describe(config, mesh, shape)
+    how = dict[str, str]()
     profile = run_profile(config, mesh.world_size, shape.vocab_size).profile
     profile = replace(profile, kv_bytes_per_token=described.work.kv_bytes)
 
@@ -220,7 +219,8 @@ def ranks_per_node(mesh: Mesh, local_rank: int) -> int:
 def peers(rank: int, among: Sequence[int]) -> list[tuple[int, int]]:
     """Returns up to PEERS pairs of other ranks `among` these (to send to, to receive from); all of
     them exchange at once."""
-    place, count = among.index(rank), len(among)
+    place = among.index(rank)
+    count = len(among)
     return [
         (among[(place + i) % count], among[(place - i) % count])
         for i in range(1, min(PEERS, count - 1) + 1)
@@ -233,10 +233,13 @@ class TimedRun:
     def __init__(
         self, config: Config, mesh: Mesh, shape: ModelShape, profile: HardwareProfile
     ) -> None:
-        self.config, self.mesh, self.spec = config, mesh, shape.spec
+        self.config = config
+        self.mesh = mesh
+        self.spec = shape.spec
         self.trainer = Trainer(config, mesh, NewDecoder(shape))
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.layer, tensor = shape.spec.largest_layer, mesh.tensor.size()
+        self.layer = shape.spec.largest_layer
+        tensor = mesh.tensor.size()
         self.heads, self.kv_heads = (
             self.layer.num_attention_heads // tensor,
             self.layer.num_key_value_heads // tensor,
@@ -290,12 +293,14 @@ class TimedRun:
         ranks get the same tokens."""
         assert self.spec.vocab_size is not None
         multiple = self.mesh.tensor.size()
-        generator, micro_batches = torch.Generator().manual_seed(self.mesh.rank), []
+        generator = torch.Generator().manual_seed(self.mesh.rank)
+        micro_batches = []
         for number, (layout, count) in enumerate(zip(layouts, tokens, strict=True)):
             rows = -(-count // multiple) * multiple
             ids, labels = torch.randint(self.spec.vocab_size, (2, rows), generator=generator)
             micro_batches.append(MicroBatch(number, layout, ids, labels, torch.arange(rows)))
-        plan, total = plan or self.no_plan, self.mesh.ranks * sum(tokens)
+        plan = plan or self.no_plan
+        total = self.mesh.ranks * sum(tokens)
         return StepBatch(
             1,
             plan,
@@ -403,14 +408,16 @@ def _links(run: TimedRun, per_node: int, row_bytes: int) -> tuple[dict[str, floa
     bandwidth per link. Bandwidth is fitted to long messages only, as buffers hide the cost of short
     ones.
     """
-    rank, most = run.mesh.rank, max(run.config.batch.tokens_per_rank, -(-LEAST_BYTES // row_bytes))
+    rank = run.mesh.rank
+    most = max(run.config.batch.tokens_per_rank, -(-LEAST_BYTES // row_bytes))
     first = rank - rank % per_node
     links = {
         "intra_node_bytes_per_s": range(first, first + per_node),
         "inter_node_bytes_per_s": range(rank % per_node, run.mesh.ranks, per_node),
     }
     rows = [max(PEERS, most // part) for part in (4096, 16, 4, 1)]  # so that no message is empty
-    bandwidths, latencies = {}, []
+    bandwidths = {}
+    latencies = []
     for name, among in links.items():
         if len(among) > 1:
             works = (_messages(run, count, peers(rank, among)) for count in rows)
@@ -424,7 +431,8 @@ def _messages(run: TimedRun, rows: int, pairs: list[tuple[int, int]]) -> Callabl
     """Builds an exchange of `rows`, split over `pairs`: sent to the first of each pair, received
     from the second."""
     exchange = Exchange(run.mesh.exchange, "longctx calibrate")
-    outgoing, incoming = run.kv_rows(rows), run.kv_rows(rows)
+    outgoing = run.kv_rows(rows)
+    incoming = run.kv_rows(rows)
     shares = [len(part) for part in outgoing.tensor_split(len(pairs))]
     sends = list(zip((after for after, _ in pairs), outgoing.split(shares), strict=True))
     receives = list(zip((before for _, before in pairs), shares, strict=True))
@@ -441,10 +449,12 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float,
     ones = np.ones(len(rows))
     intercept, slope = np.linalg.lstsq(rows, ones)[0].tolist()
     if intercept < 0:  # the best line that is allowed goes through the origin
-        intercept, slope = 0.0, float(rows[:, 1] @ ones / (rows[:, 1] @ rows[:, 1]))
+        intercept = 0.0
+        slope = float(rows[:, 1] @ ones / (rows[:, 1] @ rows[:, 1]))
     if slope <= 0:
         largest, its_seconds = max(zip(amounts, seconds, strict=True))
-        intercept, slope = 0.0, its_seconds / largest
+        intercept = 0.0
+        slope = its_seconds / largest
     return intercept, slope
 
 
@@ -454,7 +464,8 @@ def fit_attention(seconds: Mapping[int, float]) -> tuple[float, EfficiencyTable]
 
     It never falls with length: a document measured faster than a longer one counts as equally fast.
     """
-    slowest, table = 0.0, []
+    slowest = 0.0
+    table = []
     slope = seconds[max(seconds)] / max(seconds) ** 2
     for length in sorted(seconds, reverse=True):
         slowest = max(slowest, seconds[length] / length**2)
@@ -465,11 +476,9 @@ def fit_attention(seconds: Mapping[int, float]) -> tuple[float, EfficiencyTable]
 def _check(run: TimedRun, profile: HardwareProfile) -> dict[str, Any]:
     """Predicts and measures a step of documents of halving lengths, the longest as far as attention
     was measured."""
-    budget, ranks, most = (
-        run.config.batch.tokens_per_rank,
-        run.mesh.ranks,
-        run.config.context.max_remote_tokens,
-    )
+    budget = run.config.batch.tokens_per_rank
+    ranks = run.mesh.ranks
+    most = run.config.context.max_remote_tokens
     longest = min(ranks * budget // 2, profile.attention_efficiency[-1][0] * max(1, ranks // 2))
     halves = [
         longest >> place
@@ -505,4 +514,6 @@ def _short(value: Any) -> Any:
     """Rounds floats to four significant digits, the precision of the measurements."""
     if isinstance(value, tuple):
         return tuple(_short(item) for item in value)
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return value

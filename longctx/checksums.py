@@ -44,7 +44,8 @@ class SummedFile(io.BufferedWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self._complete: list[str] = []
-        self._last, self._room = xxh3_128(), CHUNK
+        self._last = xxh3_128()
+        self._room = CHUNK
 
     def write(self, data: Any) -> int:
         rest = memoryview(data).cast("B")
@@ -52,7 +53,8 @@ class SummedFile(io.BufferedWriter):
             self._last.update(rest[: self._room])
             self._complete.append(self._last.hexdigest())
             rest = rest[self._room :]
-            self._last, self._room = xxh3_128(), CHUNK
+            self._last = xxh3_128()
+            self._room = CHUNK
         self._last.update(rest)
         self._room -= len(rest)
         return super().write(data)
@@ -92,7 +94,8 @@ def damage(path: Path, expected: str) -> str:
     ]
     if not wrong:
         return ""
-    first, last = wrong[0] * CHUNK, (wrong[-1] + 1) * CHUNK
+    first = wrong[0] * CHUNK
+    last = (wrong[-1] + 1) * CHUNK
     return (
         f"{path.name} does not match its checksums between bytes {first:,} and "
         f"{min(last, path.stat().st_size):,}"
@@ -139,7 +142,8 @@ def _seal(plain: dict[str, Any]) -> str:
 def inside(folder: Path, name: str) -> Path:
     """Returns the path of a file in a folder. Raises ValueError for a name that leads out of it,
     also by a link."""
-    pure, path = PurePosixPath(name), folder / name
+    pure = PurePosixPath(name)
+    path = folder / name
     leads_out = pure.is_absolute() or ".." in pure.parts or "\0" in name
     if leads_out or not pure.parts or not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{name!r} is not a file in this folder: it leads out of it")

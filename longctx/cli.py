@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in COMMANDS:
         return _main_help(argv)
-    name, rest = argv[0], argv[1:]
+    name = argv[0]
+    rest = argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for file names that are not UTF-8
     try:
@@ -121,7 +122,8 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    module, command = _module(name), [name, *argv]
+    module = _module(name)
+    command = [name, *argv]
     parser = argparse.ArgumentParser(
         prog=f"longctx {name}", description=module.SUMMARY, formatter_class=HelpFormatter
     )
@@ -152,7 +154,8 @@ def _check_package() -> None:
     """Raises UserError if the registry's `longctx`, another program with the same import name, is
     installed over this one."""
     with suppress(metadata.PackageNotFoundError):
-        other, ours = metadata.distribution("longctx"), Path(longctx.__file__)
+        other = metadata.distribution("longctx")
+        ours = Path(longctx.__file__)
         theirs = Path(str(other.locate_file("longctx/__init__.py")))
         if (
             "longctx/__init__.py," in (other.read_text("RECORD") or "")

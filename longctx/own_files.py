@@ -45,7 +45,9 @@ def read_list(folder: Path) -> dict[str, str] | None:
     except (OSError, ValueError):
         return None
     files = content.get("files")
-    return files if isinstance(files, dict) else None
+    if isinstance(files, dict):
+        return files
+    return None
 
 
 def changed(folder: Path, listed: Mapping[str, str]) -> list[str]:

@@ -21,7 +21,8 @@ class PathError(UserError):
 
     def __init__(self, given: str, rule: str, way_out: str) -> None:
         super().__init__(f"{given}: {rule}; {way_out}")
-        self.rule, self.way_out = rule, way_out
+        self.rule = rule
+        self.way_out = way_out
 
 
 def local_path(given: Path | str) -> Path:

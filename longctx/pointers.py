@@ -40,7 +40,9 @@ _DVC_PATH = re.compile(r"^[ -]*path: *['\"]?(.+?)['\"]?\s*$", re.MULTILINE)
 def pointer(file: Path) -> Pointer | None:
     """Returns what a file, or a link to no file, stands for; None: it is no pointer."""
     if file.is_symlink() and not file.exists():
-        return ANNEX if "annex/objects" in Path(os.readlink(file)).as_posix() else None
+        if "annex/objects" in Path(os.readlink(file)).as_posix():
+            return ANNEX
+        return None
     if not file.is_file() or file.stat().st_size > MOST_BYTES:
         return None
     with file.open("rb") as stream:

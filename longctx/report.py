@@ -17,7 +17,9 @@ from longctx.units import format_count
 
 def print_start(run: Run, trainer: Trainer) -> None:
     """Prints what is trained on what, from where, and what may surprise."""
-    config, store, ranks = run.config, run.data.store, trainer.mesh.world_size
+    config = run.config
+    store = run.data.store
+    ranks = trainer.mesh.world_size
     assert trainer.loader is not None
     max_length = trainer.loader.state_dict()["max_length"]
     begin = run.checkpoint.step if run.checkpoint is not None and not run.resumes else 0
@@ -34,12 +36,13 @@ def print_start(run: Run, trainer: Trainer) -> None:
 
 
 def _first_line(run: Run, trainer: Trainer) -> str:
-    config, store, model = run.config, run.data.store, trainer.model
-    start = (
-        "from new weights"
-        if config.model.from_pretrained is None
-        else f"from checkpoint {config.model.from_pretrained}"
-    )
+    config = run.config
+    store = run.data.store
+    model = trainer.model
+    if config.model.from_pretrained is None:
+        start = "from new weights"
+    else:
+        start = f"from checkpoint {config.model.from_pretrained}"
     if run.checkpoint is not None:
         start = f"from step {trainer.steps_done}" + (
             "" if run.resumes else f" of {run.checkpoint.run}"
@@ -84,11 +87,9 @@ def _dropped(run: Run, max_length: int) -> str:
 def print_end(config: Config, step: int, *, trained: bool) -> None:
     """Prints the mean speed, where everything is and the next commands; exports if set. The other
     ranks do not wait for it."""
-    run_dir, out, saves = (
-        config.train.run_dir,
-        config.checkpoint.export,
-        config.checkpoint.every is not None,
-    )
+    run_dir = config.train.run_dir
+    out = config.checkpoint.export
+    saves = config.checkpoint.every is not None
     print(f"finished step {step}; mean over the run: {mean_speed(run_dir)}")
     if saves:
         print(f"  checkpoint   {run_dir / 'latest'}")

@@ -140,11 +140,10 @@ def _check_size(node: yaml.Node, depth: int = 0, counted: list[int] | None = Non
     counted = [0] if counted is None else counted
     counted[0] += 1
     if depth > DEEPEST or counted[0] > MOST_VALUES:
-        mistake = (
-            f"more than {DEEPEST} levels of nesting"
-            if depth > DEEPEST
-            else f"more than {MOST_VALUES:,} values"
-        )
+        if depth > DEEPEST:
+            mistake = f"more than {DEEPEST} levels of nesting"
+        else:
+            mistake = f"more than {MOST_VALUES:,} values"
         raise yaml.constructor.ConstructorError(
             None, None, f"{mistake}, aliases included", node.start_mark
         )

@@ -87,7 +87,8 @@ def train(
 def _joined(run: Run, stop: StopSignal) -> int:
     """Joins the processes, trains and leaves them. Returns the exit status, after words on what
     went wrong."""
-    config, rank = run.config, run.launch.rank
+    config = run.config
+    rank = run.launch.rank
     peers = None
     try:
         same = identity(config, run.data.fingerprints, run.checkpoint)
@@ -120,13 +121,14 @@ def _joined(run: Run, stop: StopSignal) -> int:
         )
     if not finished and rank == 0:
         written = config.checkpoint.every is not None
-        saved = (
-            "checkpoint written, --resume continues"
-            if written
-            else "no checkpoint, because checkpoint.every is null"
-        )
+        if written:
+            saved = "checkpoint written, --resume continues"
+        else:
+            saved = "no checkpoint, because checkpoint.every is null"
         print(f"stopped by {stop.number.name} after step {step}; {saved}", file=sys.stderr)
-    return 0 if finished else 128 + stop.number
+    if finished:
+        return 0
+    return 128 + stop.number
 
 
 def _prepare(
@@ -212,7 +214,8 @@ def _failed(config: Config, rank: int, error: RuntimeError, peers: Peers | None)
     lines = [f"longctx train: error: {where}: {what}"]
     if peers is not None:
         lines.append(f"longctx train: rank {rank}: {peers.report(what)}")
-    newest, run_dir = checkpoint.newest(config.train.run_dir)[0], config.train.run_dir
+    newest = checkpoint.newest(config.train.run_dir)[0]
+    run_dir = config.train.run_dir
     again = "no checkpoint: start again"
     if newest is not None:
         again = f"step {newest.step} as newest checkpoint: --resume continues after it"

@@ -52,6 +52,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """Returns the content of a JSON file of a checkpoint, {} if there is none. Raises UserError if
     it is damaged."""
     try:
-        return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+        if file.is_file():
+            return dict(json.loads(file.read_text("utf-8")))
+        return {}
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is damaged: {error}; download it again, or remove it") from error

@@ -6,18 +6,24 @@ from collections.abc import Iterable, Sequence
 
 def whole_number(text: str) -> int | None:
     """Returns the number that up to 18 digits spell, as 64 bits hold; None for any other text."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
+    if text.isascii() and text.isdecimal() and len(text) <= 18:
+        return int(text)
+    return None
 
 
 def format_bytes(size: int) -> str:
     """Formats bytes in GiB with two decimals, or in MiB if that would round to 0.00 GiB."""
     gibibytes = f"{size / 2**30:,.2f}"
-    return f"{size / 2**20:,.2f} MiB" if gibibytes == "0.00" else f"{gibibytes} GiB"
+    if gibibytes == "0.00":
+        return f"{size / 2**20:,.2f} MiB"
+    return f"{gibibytes} GiB"
 
 
 def format_count(number: int) -> str:
     """Formats a number of parameters in billions, or in millions below 1 billion: 8.03B, 0.918M."""
-    return f"{number / 1e9:,.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+    if number >= 1e9:
+        return f"{number / 1e9:,.3g}B"
+    return f"{number / 1e6:.3g}M"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

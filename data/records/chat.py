@@ -87,7 +87,8 @@ def cut(spans: Spans, areas: Spans) -> list[tuple[int, int, float]]:
     found = []
     for start, stop, weight in spans:
         for first, end, factor in areas:
-            first, end = max(first, start), min(end, stop)
+            first = max(first, start)
+            end = min(end, stop)
             if first >= end:
                 continue
             if start < first:

@@ -175,11 +175,13 @@ class Corpus:
         first: dict[str, Path] = {}
         texts = [file for file in self.files if self._reader(file) is None and file.stat().st_size]
         same = [file for file in texts if first.setdefault(self._digests[file], file) != file]
-        return (
-            {named("texts that are the same as another file, all read", same, self.root): len(same)}
-            if same
-            else {}
-        )
+        if same:
+            return {
+                named("texts that are the same as another file, all read", same, self.root): len(
+                    same
+                )
+            }
+        return {}
 
     def documents(self, counts: SourceCounts | None = None) -> Iterator[Document]:
         """Yields all documents with at least one character, always in the same order, and adds to
@@ -223,16 +225,17 @@ class Corpus:
 
     def _separated(self, file: Path, text: str, counts: SourceCounts) -> Iterator[Document]:
         """Yields the documents of a text file; a line break beside a separator is part of it."""
-        found = (
-            next((end for end in self.ends if end in text), "")
-            if file.suffix.lower() in PLAIN
-            else ""
-        )
+        if file.suffix.lower() in PLAIN:
+            found = next((end for end in self.ends if end in text), "")
+        else:
+            found = ""
         separator = found if self.separator is None else self.separator
-        pieces = (
-            re.split(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?", text) if separator else [text]
-        )
-        name, size = self._name(file), file.stat().st_size
+        if separator:
+            pieces = re.split(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?", text)
+        else:
+            pieces = [text]
+        name = self._name(file)
+        size = file.stat().st_size
         if len(pieces) == 1:
             yield Document(name, size, text)
             return
@@ -281,7 +284,8 @@ class Corpus:
     ) -> dict[str, Any]:
         """Returns the values of a record without null members that a table added, which are
         counted."""
-        values, added = record.values, Counter(record.added)
+        values = record.values
+        added = Counter(record.added)
         if self.text_column not in values and may_have_added(values):
             values, more = self._added["" if file is None else str(file)].remove(values)
             added += more
@@ -292,9 +296,9 @@ class Corpus:
 
     def _reader(self, file: Path) -> Reader | None:
         """Returns what reads the records of a file; None: it is one text."""
-        return (
-            None if self.kind == STANDARD_LIBRARY or self.as_text else READERS.get(ending_of(file))
-        )
+        if self.kind == STANDARD_LIBRARY or self.as_text:
+            return None
+        return READERS.get(ending_of(file))
 
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
@@ -380,7 +384,8 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
                 f"the source of Python's standard library is not in {root}: give another --source"
             )
         return Corpus(source, STANDARD_LIBRARY, root, tuple(library), text_column)
-    path, not_read = Path(source), Counter[str]()
+    path = Path(source)
+    not_read = Counter[str]()
     if split is not None and (as_text or not path.is_dir()):
         raise CorpusError(
             f"split {split!r} cannot be chosen: {source!r} is one file, or is read as text; omit "
@@ -394,11 +399,10 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
                 "rename it (only records may be compressed, as .gz or .zst), or give --as-text to "
                 "read it as one text"
             )
-        both = (
-            [path.with_suffix(ending) for ending in MEGATRON]
-            if ending_of(path) in MEGATRON and not as_text
-            else [path]
-        )
+        if ending_of(path) in MEGATRON and not as_text:
+            both = [path.with_suffix(ending) for ending in MEGATRON]
+        else:
+            both = [path]
         there = tuple(filter(Path.exists, both))
         check_pointers(there)
         return Corpus(source, "files", path.parent, there, text_column, as_text=as_text)
@@ -472,13 +476,12 @@ def _records_and_texts(
         named = {file: each if all(each) else ("train", "train") for file, each in named.items()}
     own = (split or "train") in {name for _, name in named.values()}
     split_of = {file: names[own] for file, names in named.items()}
-    splits, names = (
-        {*split_of.values()},
-        sorted({name for each in named.values() for name in each if name}),
-    )
-    chosen = (
-        _chosen(source, split, names) if len(splits) > 1 or split is not None else "".join(splits)
-    )
+    splits = {*split_of.values()}
+    names = sorted({name for each in named.values() for name in each if name})
+    if len(splits) > 1 or split is not None:
+        chosen = _chosen(source, split, names)
+    else:
+        chosen = "".join(splits)
     several = sorted({name for kind, name in named.values() if kind == chosen})
     if split is None and not own and len(several) > 1:
         raise CorpusError(

@@ -119,16 +119,16 @@ class Document:
     @property
     def size(self) -> int:
         """Number of characters, or of token ids."""
-        return sum(map(len, self.texts)) if self.ids is None else len(self.ids)
+        if self.ids is None:
+            return sum(map(len, self.texts))
+        return len(self.ids)
 
     @property
     def bytes(self) -> int:
         """Bytes of the texts in UTF-8, or of the token ids, 4 each."""
-        return (
-            sum(len(text.encode()) for text in self.texts)
-            if self.ids is None
-            else 4 * len(self.ids)
-        )
+        if self.ids is None:
+            return sum(len(text.encode()) for text in self.texts)
+        return 4 * len(self.ids)
 
     @property
     def is_empty(self) -> bool:
@@ -137,11 +137,9 @@ class Document:
     @property
     def texts(self) -> list[str]:
         """The text, or the content of every message; nothing of token ids."""
-        return (
-            [message.get("content", "") for message in self.messages]
-            if self.text is None
-            else [self.text]
-        )
+        if self.text is None:
+            return [message.get("content", "") for message in self.messages]
+        return [self.text]
 
     @property
     def has_loss(self) -> bool:
@@ -181,11 +179,9 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
 def _usual(key: str, keys: Collection[str]) -> str:
     """Returns `prompt` for the `query` of a response, as ms-swift calls it, and any other key as it
     is."""
-    return (
-        "prompt"
-        if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys)
-        else key
-    )
+    if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys):
+        return "prompt"
+    return key
 
 
 def parse_record(
@@ -199,19 +195,16 @@ def parse_record(
         record = {_usual(key, record): value for key, value in record.items()}
     present = [key for key, value in record.items() if value is not None and value is not ...]
     kind = _detect(present, record, text_column)
-    document, used = (
-        Document(name, source_bytes, None, weight=_weight(record.get("weight")), format=kind),
-        {"weight"},
-    )
+    document = Document(name, source_bytes, None, weight=_weight(record.get("weight")), format=kind)
+    used = {"weight"}
     if kind == "text":
         column = text_column or "text"
-        document, used = (
-            replace(document, text=_as_text(column, record.get(column))),
-            {*used, column},
-        )
+        document = replace(document, text=_as_text(column, record.get(column)))
+        used = {*used, column}
     elif kind == TOKEN_IDS:
         ids, learned, keys = token_ids(record)
-        document, used = replace(document, ids=ids, learned=learned), {*used, *keys}
+        document = replace(document, ids=ids, learned=learned)
+        used = {*used, *keys}
     else:
         document, used = _conversation(record, document)
     if text_column not in record:
@@ -235,11 +228,10 @@ def _refuse_media(record: Mapping[str, Any], document: Document) -> None:
     found = mark_beside(record, document.texts)
     if found is not None:
         mark, key = found
-        way_out = (
-            "name the text column (--text-column text)"
-            if document.format == "text"
-            else f"remove `{key}`"
-        )
+        if document.format == "text":
+            way_out = "name the text column (--text-column text)"
+        else:
+            way_out = f"remove `{key}`"
         raise FormatError(
             f"a text has the mark {mark!r}, and the record the key `{key}`, but no file is read, "
             "so that the mark would be "
@@ -279,7 +271,8 @@ def _conversation(record: dict[str, Any], document: Document) -> tuple[Document,
     if text := _text(record, "system"):
         system = {"role": "system", "content": text}
         if messages[0]["role"] != "system":
-            messages, first = [system, *messages], first and first + 1
+            messages = [system, *messages]
+            first = first and first + 1
         elif messages[0].get("content") != system["content"]:
             raise FormatError(
                 "`system` differs from the system message at the start: remove one of the two"
@@ -342,16 +335,15 @@ def _turns(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[s
         return [*_history(record), {"role": "user", "content": asked}, answered], 0, used
     record = {**record, **{key: listed(f"`{key}`", record[key]) for key in ("prompt", answer)}}
     if isinstance(record["prompt"], str) and isinstance(record[answer], str):
-        prompt, used = (
-            [*_history(record), {"role": "user", "content": record["prompt"]}],
-            {"prompt", "history", answer},
-        )
+        prompt = [*_history(record), {"role": "user", "content": record["prompt"]}]
+        used = {"prompt", "history", answer}
         return (
             [*prompt, {"role": "assistant", "content": record[answer]}],
             len(prompt) if len(prompt) > 1 else 0,
             used,
         )
-    prompt, completion = _messages(record, "prompt", "user"), _messages(record, answer, "assistant")
+    prompt = _messages(record, "prompt", "user")
+    completion = _messages(record, answer, "assistant")
     return [*prompt, *completion], len(prompt), {"prompt", answer}
 
 
@@ -396,7 +388,9 @@ def _listing(record: dict[str, Any], key: str) -> Any:
     """Returns a value of a record, or what its JSON says; an empty list if there is none."""
     value = record.get(key)
     value = None if value == "" else json_in(f"`{key}`", value)
-    return [] if value in (None, {}) else value
+    if value in (None, {}):
+        return []
+    return value
 
 
 def _weight(value: Any) -> float:

@@ -26,7 +26,8 @@ TYPES = "type"
 """Key of names of types, which templates write in their own ways."""
 _THINK = re.compile("</?think>")
 # Lines and tags, at which templates cut.
-_BETWEEN, _WORD = re.compile(r"\n|<[^<>\n]+>|\[/?[A-Z_]+\]"), re.compile(r"\w")
+_BETWEEN = re.compile(r"\n|<[^<>\n]+>|\[/?[A-Z_]+\]")
+_WORD = re.compile(r"\w")
 
 
 def left_out(
@@ -57,11 +58,10 @@ def left_out(
                 continue
             stop = _take(rest, part, start)
             start = stop or start
-            pieces = (
-                []
-                if stop
-                else [piece.strip() for piece in _BETWEEN.split(part) if _WORD.search(piece)]
-            )
+            if stop:
+                pieces = []
+            else:
+                pieces = [piece.strip() for piece in _BETWEEN.split(part) if _WORD.search(piece)]
             shown_pieces = [piece for piece in pieces if _take(rest, piece, start)]
             if stop or shown_pieces:
                 shown.add(index)

@@ -27,5 +27,7 @@ def mark_beside(record: Mapping[str, Any], texts: Iterable[str]) -> tuple[str, s
         if any(word.lower() in _KEYS for word in _WORD.findall(key)):
             marks = filter(None, map(_MARK.search, texts))
             found = next(marks, None)
-            return None if found is None else (found[0], key)
+            if found is None:
+                return None
+            return (found[0], key)
     return None

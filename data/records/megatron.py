@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MAGIC, HEAD = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+HEAD = struct.Struct("<9sQBQQ")
 TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Types of tokens by code; 6 and 7 are floating point."""
 
@@ -29,7 +30,8 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def read_megatron(index: Path) -> Iterator[npt.NDArray[Any]]:
     """Yields the tokens of every document. Raises ValueError if the files are not what they should
     be."""
-    content, tokens = index.read_bytes(), index.with_suffix(".bin")
+    content = index.read_bytes()
+    tokens = index.with_suffix(".bin")
     if len(content) < HEAD.size or not content.startswith(MAGIC):
         raise ValueError("it does not begin as Megatron's .idx files")
     _, version, code, sequences, documents = HEAD.unpack_from(content)
@@ -38,10 +40,8 @@ def read_megatron(index: Path) -> Iterator[npt.NDArray[Any]]:
             f"it has version {version} and type {code} of tokens; only version 1 and whole numbers "
             "can be read"
         )
-    kind, sizes = (
-        np.dtype(TYPES[code]),
-        HEAD.size + sequences * np.array([0, 4, 12, 13]) + documents * np.array([0, 0, 8, 8]),
-    )
+    kind = np.dtype(TYPES[code])
+    sizes = HEAD.size + sequences * np.array([0, 4, 12, 13]) + documents * np.array([0, 0, 8, 8])
     if len(content) == sizes[3] != sizes[2]:
         raise ValueError("its sequences have modes: only text is supported")
     if len(content) != sizes[2]:

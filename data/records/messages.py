@@ -51,11 +51,10 @@ def parse_messages(value: Any, key: str = "messages") -> list[Message]:
 
 
 def _message(index: int, item: Any) -> Message:
-    given = (
-        {key: value for key, value in item.items() if value is not None}
-        if isinstance(item, dict)
-        else {}
-    )
+    if isinstance(item, dict):
+        given = {key: value for key, value in item.items() if value is not None}
+    else:
+        given = {}
     names = {name: key for name, key in SHAREGPT.items() if key not in given}
     message = {names.get(key, key): value for key, value in given.items()}
     role = message.get("role")
@@ -140,18 +139,18 @@ def _call(where: str, call: Any) -> dict[str, Any]:
             "its JSON"
         )
     function = {**function, "arguments": arguments}
-    return (
-        {**call, "function": function}
-        if "function" in call
-        else {"type": "function", "function": function}
-    )
+    if "function" in call:
+        return {**call, "function": function}
+    return {"type": "function", "function": function}
 
 
 def parse_arguments(where: str, arguments: Any) -> Any:
     """Returns the arguments of a tool call as an object; no text means no arguments."""
     if not isinstance(arguments, str):
         return arguments
-    return json_in(f"`arguments` of {where}", arguments) if arguments.strip() else {}
+    if arguments.strip():
+        return json_in(f"`arguments` of {where}", arguments)
+    return {}
 
 
 def leaves(value: Any, but: str | None = None) -> Iterator[str]:
@@ -169,7 +168,9 @@ def leaves(value: Any, but: str | None = None) -> Iterator[str]:
 def json_in(what: str, text: Any) -> Any:
     """Returns the value of a JSON text called `what`, or of no text itself. Raises ChatError."""
     try:
-        return parse_json(text) if isinstance(text, str) else text
+        if isinstance(text, str):
+            return parse_json(text)
+        return text
     except FormatError as error:
         raise ChatError(f"{what} is {error}") from error
 
@@ -186,11 +187,9 @@ def listed(what: str, value: Any) -> Any:
             raise
         return value
     each = items if isinstance(items, list) else [items]
-    return (
-        items
-        if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in each)
-        else value
-    )
+    if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in each):
+        return items
+    return value
 
 
 def parse_json(text: str) -> Any:
@@ -199,11 +198,10 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        way_out = (
-            "; write it in JSON, not as Python or numpy prints it"
-            if text[error.pos : error.pos + 1] == "'"
-            else ""
-        )
+        if text[error.pos : error.pos + 1] == "'":
+            way_out = "; write it in JSON, not as Python or numpy prints it"
+        else:
+            way_out = ""
         raise FormatError(
             f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{way_out}"
         ) from error

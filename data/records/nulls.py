@@ -71,15 +71,15 @@ def _converter(kind: Any, column: str, depth: int) -> Convert | None:
         convert = _converter(kind.item_type, column, depth + 1)
         return lambda value, added: {key: _converted(item, convert, added) for key, item in value}
     inner = _converter(kind.value_type, column, depth) if hasattr(kind, "value_type") else None
-    return (
-        None
-        if inner is None
-        else lambda value, added: [_converted(item, inner, added) for item in value]
-    )
+    if inner is None:
+        return None
+    return lambda value, added: [_converted(item, inner, added) for item in value]
 
 
 def _converted(value: Any, convert: Convert | None, added: Counter[str]) -> Any:
-    return value if value is None or convert is None else convert(value, added)
+    if value is None or convert is None:
+        return value
+    return convert(value, added)
 
 
 def _of_objects(kind: Any, column: str, depth: int) -> Convert:
@@ -202,7 +202,9 @@ def _parsed(name: str, value: Any) -> Any:
             value = listed(name, value) if name in MESSAGES[2:] else parse_json(value)
         except UserError:
             return None
-    return value if isinstance(value, list | dict) else None
+    if isinstance(value, list | dict):
+        return value
+    return None
 
 
 def _has_null(value: Any) -> bool:

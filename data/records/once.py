@@ -105,7 +105,9 @@ def _leftover(file: Path) -> str:
         return "cache of `datasets`"
     if _OF_WRITERS.fullmatch(file.name):
         return "no data but a note of a program"
-    return "not finished, by the name" if _is_unfinished(file.name) else ""
+    if _is_unfinished(file.name):
+        return "not finished, by the name"
+    return ""
 
 
 def _is_unfinished(name: str) -> bool:
@@ -178,7 +180,9 @@ def _packed(records: Sequence[Path]) -> set[Path]:
 
 
 def _unpacked_name(file: Path) -> str:
-    return file.stem if file.suffix.lower() in COMPRESSED else file.name
+    if file.suffix.lower() in COMPRESSED:
+        return file.stem
+    return file.name
 
 
 def _copies(records: Sequence[Path]) -> set[Path]:
@@ -203,7 +207,9 @@ def _copies(records: Sequence[Path]) -> set[Path]:
 def _whole(file: Path) -> list[Path]:
     """Returns the file, and of Megatron's .idx file the .bin file with the tokens, too."""
     beside = file.with_suffix(MEGATRON[1])
-    return [file, beside] if file.suffix.lower() == MEGATRON[0] and beside.is_file() else [file]
+    if file.suffix.lower() == MEGATRON[0] and beside.is_file():
+        return [file, beside]
+    return [file]
 
 
 def _bytes_digest(file: Path) -> str:
@@ -232,7 +238,8 @@ def _missing_shards(files: Sequence[Path]) -> dict[str, int]:
         found = _SHARD.fullmatch(file.name)
         if found is None or ending_of(file) not in READERS or file.suffix.lower() == MEGATRON[1]:
             continue
-        number, total = int(found["number"]), int(found["total"])
+        number = int(found["number"])
+        total = int(found["total"])
         known = sets.setdefault((file.parent, found["head"], found["rest"]), {}).setdefault(
             total, {}
         )
@@ -276,4 +283,6 @@ def _in_two_formats(files: Sequence[Path], root: Path) -> dict[str, int]:
         if len(same) > 1 and endings & READERS.keys():
             twice += same
     what = "files that may hold the same records in two formats, all read"
-    return {named(what, twice, root): len(twice)} if twice else {}
+    if twice:
+        return {named(what, twice, root): len(twice)}
+    return {}

@@ -70,7 +70,9 @@ def ending_of(file: Path) -> str:
     if ending == MEGATRON[1] and not file.with_suffix(MEGATRON[0]).exists():
         return ""
     inner = Path(file.stem).suffix.lower() if ending in COMPRESSED else ""
-    return inner if inner in PACKABLE else ending
+    if inner in PACKABLE:
+        return inner
+    return ending
 
 
 def lines(file: Path) -> Iterator[bytes]:
@@ -191,7 +193,11 @@ def _read_csv(file: Path, name: str, text_column: str | None) -> Iterator[Record
 def _cell(key: str, cell: str) -> Any:
     """Returns a weight as a number, and any other cell as text."""
     try:
-        return (float(cell) if cell else None) if key == "weight" else cell
+        if key == "weight":
+            if cell:
+                return float(cell)
+            return None
+        return cell
     except ValueError:
         return cell
 

@@ -35,7 +35,8 @@ from longctx.data.records.messages import leaves, parse_arguments
 from longctx.data.records.tokenizer import Spans, Tokenizer
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
+_FIRST = 0x100000
+_MARKS = 6400  # private-use characters that fonts and texts hardly use
 _MARK = re.compile("[\U00100000-\U001018ff]")
 _QUESTION: Message = {"role": "user", "content": "user"}
 _THOUGHT_BEGINS = re.compile(r"<think>\s*$")
@@ -97,11 +98,14 @@ class Template:
         self._variables = dict(variables)
         for text in texts.values():
             check_chance(text, _environment())
-        self._tokenizer, self._ends = tokenizer, ends
-        self._train_on, self._empty_thoughts = train_on, empty_thoughts
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._train_on = train_on
+        self._empty_thoughts = empty_thoughts
         self._takes_text: dict[bool, bool] = {}
         self._prompts: dict[tuple[str, bool, bool], str] = {}
-        self._reads_texts, self._reads_lists = True, False  # so that the probes stay as they are
+        self._reads_texts = True
+        self._reads_lists = False  # so that the probes stay as they are
         self._reads_texts, self._reads_lists = (
             self._shows("probe"),
             self._shows([{"type": "text", "text": "probe"}]),
@@ -180,7 +184,8 @@ class Template:
         ):
             return messages
         if tools not in self._takes_text:
-            text, function = '{"probe": 1}', {"name": "probe", "description": "", "parameters": {}}
+            text = '{"probe": 1}'
+            function = {"name": "probe", "description": "", "parameters": {}}
             tool = {"type": "function", "function": function}
             call = {**tool, "id": "abcdefghi", "function": {**function, "arguments": text}}
             probe = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -225,7 +230,8 @@ class Template:
                     "documents": None,
                     "add_generation_prompt": prompt,
                 }
-                text, spans = template.render(**{**variables, **self._variables}), []
+                text = template.render(**{**variables, **self._variables})
+                spans = []
             else:
                 (text,), spans = chat_template_utils.render_jinja_template(
                     conversations=[list(messages)],
@@ -318,14 +324,16 @@ class Template:
             owner = turn % _MARKS
             if owner not in first or set(owners[first[owner] : last[owner]]) > {owner}:
                 return None
-            before, after = texts[first[owner]], texts[last[owner] + 1]
+            before = texts[first[owner]]
+            after = texts[last[owner] + 1]
             head = self._head(before, messages, tools, turn)
             tail = self._tail(after)
             if not tail and not self._stop and "tool_calls" in messages[turn]:
                 return None  # the template closes a tool call by text that no end of turn follows
             if head is None or tail is None:
                 return None
-            content, ends = messages[turn].get("content", ""), self._tokenizer.special_tokens(after)
+            content = messages[turn].get("content", "")
+            ends = self._tokenizer.special_tokens(after)
             if not tail and ends and last[owner] + 2 == len(texts):  # only the last turn ends
                 tail = after.index(ends[0]) + len(ends[0])
             elif not tail and after.startswith(own := content[len(content.rstrip()) :]):
@@ -362,7 +370,9 @@ class Template:
             return before.rfind(prompt) + len(prompt)
         if any(before.endswith(prompt[:length]) for length in range(1, len(prompt))):
             return len(before)
-        return self._tail(before) if previous["role"] == "assistant" else None
+        if previous["role"] == "assistant":
+            return self._tail(before)
+        return None
 
     def _tail(self, after: str) -> int | None:
         """Returns the length of the template's text after a turn that is generated."""
@@ -447,7 +457,9 @@ class Template:
             without, prompt = (
                 self._text([_QUESTION], None, prompt=asked) for asked in (False, True)
             )
-            return prompt.removeprefix(without) if prompt.startswith(without) else ""
+            if prompt.startswith(without):
+                return prompt.removeprefix(without)
+            return ""
         return ""
 
     @cached_property
@@ -474,7 +486,8 @@ class Template:
         rendered = self._text(
             [_marked(message, number) for number, message in enumerate(messages)], None
         )
-        owners, mark = _MARK.findall(rendered), chr(_FIRST + 1)
+        owners = _MARK.findall(rendered)
+        mark = chr(_FIRST + 1)
         if mark not in owners:
             raise ChatError("the chat template omits messages")
         text = _MARK.split(rendered)[len(owners) - owners[::-1].index(mark)]
@@ -507,11 +520,10 @@ class Template:
                 f"the messages up to there alone ({error.__cause__}): {WAY_OUT}"
             ) from error
         if not (whole.startswith(full) and full.startswith(prompt)):
-            where = (
-                "the messages before it"
-                if not whole.startswith(prompt)
-                else "the messages up to its end"
-            )
+            if not whole.startswith(prompt):
+                where = "the messages before it"
+            else:
+                where = "the messages up to its end"
             raise ChatError(
                 f"the chat template does not show where the assistant's turn (message {turn}) "
                 "begins and ends, as it renders "
@@ -530,18 +542,18 @@ def _environment() -> Any:
     from transformers.utils import chat_template_utils
 
     compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
-    return (
-        compiled("").environment
-        if compiled
-        else jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    )
+    if compiled:
+        return compiled("").environment
+    return jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
 
 
 def _after_thought(text: str, start: int, stop: int, message: Message) -> int:
     """Returns where a turn begins after an empty thought that is not the message's own."""
     block = _EMPTY_THOUGHT.match(text, start, stop)
     own = _EMPTY_THOUGHT.match(message.get("content", ""))
-    return block.end() if block and not own else start
+    if block and not own:
+        return block.end()
+    return start
 
 
 def _with_space(whole: str, text: str, start: int, stop: int) -> tuple[int, int]:
@@ -593,7 +605,9 @@ def _marked(message: Message, number: int, empty: bool = True) -> Message:
             return _wrapped(value, mark)
         if isinstance(value, dict):
             return {key: wrap(part) for key, part in value.items()}
-        return [wrap(part) for part in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [wrap(part) for part in value]
+        return value
 
     always = "content" if empty or "tool_calls" not in message else None
     copy = {

@@ -70,11 +70,10 @@ def token_ids(record: dict[str, Any]) -> tuple[Ids, TokenWeights | None, set[str
         return tokens, learned, {"input_ids", key}
     allowed = are_weights(values) if key in WEIGHTS else (values == 0) | (values == 1)
     if (place := _first(~allowed)) is not None:
-        rule = (
-            "a weight of 0 or more, which float32 can hold"
-            if key in WEIGHTS
-            else "1 for a loss, or 0"
-        )
+        if key in WEIGHTS:
+            rule = "a weight of 0 or more, which float32 can hold"
+        else:
+            rule = "1 for a loss, or 0"
         raise FormatError(f"`{key}` is {values[place]} at position {place}: it must be {rule}")
     return tokens, token_weights(values), {"input_ids", key}
 
@@ -84,7 +83,9 @@ def _kinds(key: str) -> str:
     false are no labels."""
     if key in WEIGHTS:
         return "iubf"
-    return "iu" if key == "labels" else "iub"
+    if key == "labels":
+        return "iu"
+    return "iub"
 
 
 def _numbers(
@@ -104,9 +105,13 @@ def _numbers(
             f"`{key}` has {len(numbers):,} numbers, but `input_ids` has {length:,}: give one for "
             "each token"
         )
-    return numbers if numbers.dtype.kind == "f" else numbers.astype(np.int64)
+    if numbers.dtype.kind == "f":
+        return numbers
+    return numbers.astype(np.int64)
 
 
 def _first(wrong: Mask) -> int | None:
     """Returns the first position where something is wrong; None: nowhere."""
-    return int(wrong.argmax()) if wrong.any() else None
+    if wrong.any():
+        return int(wrong.argmax())
+    return None

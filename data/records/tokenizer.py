@@ -30,7 +30,8 @@ float32."""
 Spans = Sequence[tuple[int, int, float]]
 """Spans of characters start … stop - 1 of a text, in ascending order, without overlap, each with
 the weight of its tokens."""
-LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+LEAST = float(np.finfo(np.float32).tiny)
+MOST = float(np.finfo(np.float32).max)
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[SEP]")
@@ -281,15 +282,17 @@ def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> tuple[int | None,
     Raises TokenizerError for BPE that drops other characters, or printable ASCII, or after a
     normalizer, which changes bytes.
     """
-    model, known = content["model"], inner.model.token_to_id
+    model = content["model"]
+    known = inner.model.token_to_id
     unknown: int | None = (
         model.get("unk_id") if model.get("unk_token") is None else known(model["unk_token"])
     )
     if unknown is not None or not isinstance(inner.model, models.BPE):
         return unknown, b""
-    of_bytes = (
-        {f"<0x{byte:02X}>": byte for byte in range(256)} if model.get("byte_fallback") else {}
-    )
+    if model.get("byte_fallback"):
+        of_bytes = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    else:
+        of_bytes = {}
     if by_byte := '"ByteLevel"' in json.dumps(
         [content.get("normalizer"), content.get("pre_tokenizer")]
     ):
@@ -378,7 +381,8 @@ def token_weights(values: npt.ArrayLike) -> TokenWeights:
     """Returns weights of tokens in the smaller of the two types that holds them."""
     weights = np.asarray(values, np.float32)
     some = weights != 0
-    return some if (weights[some] == 1).all() else weights
+    only_ones = bool((weights[some] == 1).all())
+    return some if only_ones else weights
 
 
 def is_weight(value: Any) -> bool:

@@ -54,7 +54,9 @@ class Encoder:
     def __init__(
         self, tokenizer: Tokenizer, request: StoreRequest, workers: int | None = None
     ) -> None:
-        self.tokenizer, self.request, self.workers = tokenizer, request, workers
+        self.tokenizer = tokenizer
+        self.request = request
+        self.workers = workers
         known = request.pretrained
         self._begin = np.zeros(0, tokenizer.dtype) if known is None else known.begin
         self._begin_text = "".join(tokenizer.decode([token]) for token in self._begin)
@@ -86,11 +88,10 @@ class Encoder:
                     "and tools into it"
                 )
             prompt = self._begin_text + prompt
-            spans = (
-                None
-                if self.request.train_on == "all"
-                else [(len(prompt), len(prompt + answer), 1.0)]
-            )
+            if self.request.train_on == "all":
+                spans = None
+            else:
+                spans = [(len(prompt), len(prompt + answer), 1.0)]
             missing = [
                 "rendering of prompts that are rendered already",
                 *[EMPTY] * (not answer.strip()),
@@ -149,9 +150,10 @@ class Encoder:
                 f"{limit:,}: give --long-documents "
                 "drop, truncate_left (keeps the end) or truncate_right, or raise --max-length"
             )
-        span = (
-            slice(-limit, None) if self.request.long_documents == "truncate_left" else slice(limit)
-        )
+        if self.request.long_documents == "truncate_left":
+            span = slice(-limit, None)
+        else:
+            span = slice(limit)
         trained = None if row.trained is None else row.trained[span]
         if trained is not None and not trained[1:].any():
             return None
@@ -213,7 +215,8 @@ class Encoder:
             for index, text in enumerate(document.texts)
             if isinstance(text, Parts) and text.weighted
         }
-        within, straddling = {}, 0
+        within = {}
+        straddling = 0
         for index, text in parted.items():
             _, within[index], more = self.tokenizer.encode_spans(
                 text, text.spans, special=not self.request.special_as_text

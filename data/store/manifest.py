@@ -172,7 +172,8 @@ class Manifest(SourceCounts, Counts):
             )
         try:
             content: dict[str, Any] = json.loads(persistent(lambda: path.read_text("utf-8")))
-            kind, version = content["format"], content["version"]
+            kind = content["format"]
+            version = content["version"]
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(
                 f"{path} is not the manifest of a store, or is damaged: {error}; give the folder "
@@ -204,4 +205,6 @@ def files_of_store(folder: Path) -> list[str]:
     """Returns the names of the files that a store lists, of any version, damaged or not, and of its
     manifest."""
     files = json.loads((folder / MANIFEST).read_text("utf-8")).get("files")
-    return [MANIFEST, *files] if isinstance(files, dict) else [MANIFEST]
+    if isinstance(files, dict):
+        return [MANIFEST, *files]
+    return [MANIFEST]

@@ -35,7 +35,8 @@ class MappedFile:
     def _open(self) -> None:
         source = pyarrow.BufferReader(self._bytes)
         reader = pyarrow.ipc.open_stream(source)
-        batches, ends = [], [0]
+        batches = []
+        ends = [0]
         for batch in reader:
             batch.validate()
             batches.append(batch)

@@ -84,10 +84,8 @@ def prepare(
         ChatError: the template refuses a conversation, or a conversation has no token to train on.
         StoreError: `out` must not be replaced, or another process is preparing it.
     """
-    corpus, out = (
-        corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus)),
-        local_path(out),
-    )
+    corpus = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus))
+    out = local_path(out)
     if (
         corpus.kind != STANDARD_LIBRARY
         and Path(corpus.source).is_dir()
@@ -224,7 +222,8 @@ def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
             break
         for text in document.texts:
             counts = tokenizer.covered(text[:COVERED_CHARACTERS])
-            characters, covered = characters + counts[0], covered + counts[1]
+            characters = characters + counts[0]
+            covered = covered + counts[1]
     if 2 * covered < characters:
         raise TokenizerError(
             f"the tokenizer makes no token of {characters - covered:,} of the first {characters:,} "

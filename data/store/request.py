@@ -118,19 +118,22 @@ class StoreRequest:
             or self.tokenizer.endswith(".json")
             or Path(self.tokenizer).is_file()
         )
-        return None if made else Pretrained.load(self.tokenizer, self.end_of_document)
+        if made:
+            return None
+        return Pretrained.load(self.tokenizer, self.end_of_document)
 
     @cached_property
     def given(self) -> Tokenizer | None:
         """Tokenizer; None: one is trained."""
         if self.tokenizer in ("bpe", "bytes"):
-            return Tokenizer.bytes() if self.tokenizer == "bytes" else None
+            if self.tokenizer == "bytes":
+                return Tokenizer.bytes()
+            return None
         known = self.pretrained
-        given = (
-            Tokenizer.load(Path(self.tokenizer), self.end_of_document)
-            if known is None
-            else known.tokenizer
-        )
+        if known is None:
+            given = Tokenizer.load(Path(self.tokenizer), self.end_of_document)
+        else:
+            given = known.tokenizer
         check_tokenizer(given)
         return given
 
@@ -140,11 +143,9 @@ class StoreRequest:
         text, or may end turns."""
         ends_turns = self.pretrained is not None and self.pretrained.templates is not None
         own = () if self.given is None or ends_turns else (self.given.end_of_document_token,)
-        return (
-            self.source
-            if self.special_as_text
-            else replace(self.source, ends=(*own, END_OF_DOCUMENT))
-        )
+        if self.special_as_text:
+            return self.source
+        return replace(self.source, ends=(*own, END_OF_DOCUMENT))
 
     @cached_property
     def templates(self) -> Mapping[bool, str] | None:
@@ -186,11 +187,10 @@ class StoreRequest:
 
     @cached_property
     def digest(self) -> str:
-        choice = (
-            ["bpe", self.vocab_size]
-            if self.given is None
-            else [self.given.fingerprint, self.given.end_of_document]
-        )
+        if self.given is None:
+            choice = ["bpe", self.vocab_size]
+        else:
+            choice = [self.given.fingerprint, self.given.end_of_document]
         return _digest({"tokenizer": choice, **self._content})
 
     def fingerprint(self, tokenizer: Tokenizer) -> str:
@@ -200,9 +200,10 @@ class StoreRequest:
     def template_in_words(self, tokenizer: Tokenizer) -> str:
         """Describes the chat template, and how the tokens to train on were found."""
         if self.templates is None:
-            reason = (
-                "" if self.chat_template == "chatml" else ", as the tokenizer has no chat template"
-            )
+            if self.chat_template == "chatml":
+                reason = ""
+            else:
+                reason = ", as the tokenizer has no chat template"
             if ChatML(tokenizer).matches_rendering:
                 return f"ChatML{reason}"
             return (

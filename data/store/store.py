@@ -107,9 +107,10 @@ class Store:
             Source(path, manifest.fingerprint, range(table.num_rows)),
         )
         prints = [source.fingerprint for source in self.sources]
-        self.fingerprint = (
-            prints[0] if len(prints) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
-        )
+        if len(prints) == 1:
+            self.fingerprint = prints[0]
+        else:
+            self.fingerprint = hashlib.sha256("".join(prints).encode()).hexdigest()
         self._table = table
         self.weighted = "token_weights" in table.column_names
         self.lengths: Int64Array = table.column("length").to_numpy()
@@ -275,14 +276,20 @@ class Store:
 
         Tokens that are no targets have 0. They multiply the weight of the document.
         """
-        return self._values(document, "token_weights", start, stop) if self.weighted else None
+        if not self.weighted:
+            return None
+        weights: npt.NDArray[np.float32] | None
+        weights = self._values(document, "token_weights", start, stop)
+        return weights
 
     def target_tokens(self, document: int, start: int, stop: int) -> int:
         """Returns the number of targets of the span start … stop - 1 as a separate document, whose
         first token is no target."""
         if stop - start == self.lengths[document]:
             return int(self.trained_tokens[document])
-        return int(self._trained(document, start + 1, stop).sum()) if stop > start + 1 else 0
+        if stop > start + 1:
+            return int(self._trained(document, start + 1, stop).sum())
+        return 0
 
     def has_targets(
         self, documents: Int64Array, starts: Int64Array, stops: Int64Array
@@ -317,7 +324,9 @@ class Store:
 
     def _trained(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
         mask: npt.NDArray[np.bool_] | None = self._values(document, "trained", start, stop)
-        return np.ones(stop - start, np.bool_) if mask is None else mask
+        if mask is None:
+            return np.ones(stop - start, np.bool_)
+        return mask
 
     def _values(self, document: int, column: str, start: int, stop: int) -> Any:
         """Returns a span of a document's list in a column; None: it has none. Raises StoreError if
@@ -329,7 +338,9 @@ class Store:
         if column not in batch.rows.schema.names:
             return None
         values = batch.rows.column(column)[document - int(self._first_document[index])].values
-        return None if values is None else values[start:stop].to_numpy(zero_copy_only=False)
+        if values is None:
+            return None
+        return values[start:stop].to_numpy(zero_copy_only=False)
 
     def _path(self, document: int) -> Path:
         return next(source.path for source in self.sources if document in source.documents)

@@ -26,7 +26,8 @@ from longctx.data.store.manifest import Counts
 from longctx.data.store.store import store_schema
 
 PART_TOKENS = 1 << 25  # minimum tokens per Arrow file, the unit of resuming
-BATCH_CHARACTERS, BATCH_DOCUMENTS = 4 << 20, 1024  # text to tokenize at once, by all threads
+BATCH_CHARACTERS = 4 << 20
+BATCH_DOCUMENTS = 1024  # text to tokenize at once, by all threads
 JOURNAL = "journal.jsonl"
 
 Progress = Callable[[str, float], None]
@@ -128,7 +129,8 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         characters += document.size
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
@@ -137,7 +139,9 @@ class _PartWriter:
     """Writes one Arrow stream file, one record batch at a time."""
 
     def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool) -> None:
-        self._file, self._unknown, self.weighted = file, tokenizer.unknown, weighted
+        self._file = file
+        self._unknown = tokenizer.unknown
+        self.weighted = weighted
         self._schema = store_schema(tokenizer, weighted)
         self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)

@@ -43,9 +43,11 @@ GIVEN = "positions are wrong"
 
 def contexts(record: Record, windows: bool) -> list[Context]:
     """Returns the contexts of a step, no two of them alike; the first one is right."""
-    tokens, place = record.tokens, record.tokens.place
+    tokens = record.tokens
+    place = record.tokens.place
     calls, rows = ([row.numbers for row in each] for each in (record.calls, record.rows))
-    documents, split = [[*tokens.of(document)] for document in record.documents], _is_split(record)
+    documents = [[*tokens.of(document)] for document in record.documents]
+    split = _is_split(record)
     cut, shard, mixed = (SHARD_RESTARTED, SHARD, RANK_ROW) if split else (CUT, CUT, ROW)
     padded = any(row and row[0] < 0 for row in rows)
     pieces = [piece for row in calls for piece in tokens.pieces(row)]
@@ -78,7 +80,9 @@ def contexts(record: Record, windows: bool) -> list[Context]:
         """Positions in the row that holds a document whole."""
         first = in_row.get(row[0], 0)
         held_whole = [in_row.get(number) for number in row] == [*range(first, first + len(row))]
-        return range(first, first + len(row)) if held_whole else range(len(row))
+        if held_whole:
+            return range(first, first + len(row))
+        return range(len(row))
 
     made = [
         _context(APART, documents, own),

@@ -61,7 +61,8 @@ def stand_in_store(arguments: argparse.Namespace, config: Config) -> Store | Non
         path: Path = arguments.lengths
         lengths = Store.open(path).lengths.tolist() if path.is_dir() else read_lengths(path)
         return Lengths(lengths, str(path), vocabulary)
-    lengths, count = [], DRAWN // 2
+    lengths = []
+    count = DRAWN // 2
     while sum(lengths) < STEPS * config.batch.global_tokens or len(lengths) < DRAWN:
         count *= 2
         lengths = load_mix(arguments.mix).draw(count, config.order_seed)
@@ -82,16 +83,17 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
             "wlb_128k or --lengths FILE, with --model.vocab_size for a new model"
         )
     data = RunData.open(config) if lengths is None else RunData(lengths)
-    store, source, config = (
-        data.store,
-        config.model_source(data.vocab_size),
-        with_steps(config, data.store, ranks),
-    )
-    spec, pretrained = source.spec, config.model.from_pretrained
-    longest, most = data.longest, config.max_length(ranks)
+    store = data.store
+    source = config.model_source(data.vocab_size)
+    config = with_steps(config, data.store, ranks)
+    spec = source.spec
+    pretrained = config.model.from_pretrained
+    longest = data.longest
+    most = config.max_length(ranks)
     done = config.data.long_documents or "split"  # with conversations among them, planning refuses
     raise_together(checks_of(config, data, source, ranks))
-    given, of_run = config, RunMemory(spec, store, ranks, on_gpus(config))
+    given = config
+    of_run = RunMemory(spec, store, ranks, on_gpus(config))
     config = of_run.as_fitted(config)
     print(
         f"dry run on {ranks} ranks{assumed(config.train.device)}\n"
@@ -111,7 +113,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
         "        degrees × documents"
     )
     for number, step in enumerate(planned, start=1):
-        plan, static = step.plan, step.static
+        plan = step.plan
+        static = step.static
         degrees = " ".join(f"{degree}×{count}" for degree, count in plan.degrees.items())
         print(
             f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  "
@@ -142,7 +145,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
 def _run_lines(config: Config, store: Store, ranks: int, planned: Sequence[StepPlans]) -> list[str]:
     """Returns the steps of the run and of an epoch of one store, the time that they take, and what
     degrees gain."""
-    count, steps = config.train.steps, steps_of_run(config, store, ranks)
+    count = config.train.steps
+    steps = steps_of_run(config, store, ranks)
     epoch = ""
     if isinstance(steps, Sampler):
         epoch = (
@@ -163,12 +167,13 @@ def _run_lines(config: Config, store: Store, ranks: int, planned: Sequence[StepP
         f"{step_s * ranks / 3600 * 1e9 / tokens:,.3g} "
         f"{'GPU' if on_gpus(config) else 'process'} hours per billion tokens"
     )
-    gain = (
-        f"steps take {saved:.0%} less time than with one degree for all documents of a step, the "
-        "best for each step"
-        if saved >= 0.005
-        else "none: one degree for all documents of a step would be as fast"
-    )
+    if saved >= 0.005:
+        gain = (
+            f"steps take {saved:.0%} less time than with one degree for all documents of a step, "
+            "the best for each step"
+        )
+    else:
+        gain = "none: one degree for all documents of a step would be as fast"
     return [f"run        {count:,} steps{epoch}, {took}; {hours}", f"gain       {gain}"]
 
 

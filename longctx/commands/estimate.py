@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides, world_size=ranks)
     store, spec = _store_and_spec(config)
     of_run = RunMemory(spec, store, ranks, choose_device(config.train.device, 0).type == "cuda")
-    memory, table = of_run.peak(config), list(of_run.choices(config))
+    memory = of_run.peak(config)
+    table = list(of_run.choices(config))
     if arguments.json:
         rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in table]
         print(

@@ -78,9 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
 def parse_size(text: str) -> int:
     """Parses a size such as 5GB. Returns bytes; raises UserError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    size = (
-        int(float(match[1]) * UNITS[match[2].upper()]) if match and match[2].upper() in UNITS else 0
-    )
+    if match and match[2].upper() in UNITS:
+        size = int(float(match[1]) * UNITS[match[2].upper()])
+    else:
+        size = 0
     if size < 1:
         raise UserError(
             f"--max-shard-size is {text}: must be a number with KB, MB, GB, KiB, MiB or GiB, such "

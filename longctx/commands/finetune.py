@@ -244,7 +244,9 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
 def _longest(arguments: argparse.Namespace, chosen: Config) -> int | None:
     """Returns the length at which the preparation cuts, drops or refuses conversations."""
     given: int | None = arguments.max_length
-    return given if arguments.long_documents == "error" else given or chosen.data.max_length
+    if arguments.long_documents == "error":
+        return given
+    return given or chosen.data.max_length
 
 
 def _as_prepared(lengths: "Store", long_documents: str, longest: int | None) -> "Store":
@@ -267,11 +269,10 @@ def _train(config: Config, settings: Path, ranks: int) -> int:
     status = launch(ranks, ["train", str(settings), "--resume-if-any"])
     if status in INTERRUPTED:
         kept = checkpoint.steps(config.train.run_dir)
-        how = (
-            f"to resume from step {kept[-1]}"
-            if kept
-            else "to start again (no checkpoint was written yet)"
-        )
+        if kept:
+            how = f"to resume from step {kept[-1]}"
+        else:
+            how = "to start again (no checkpoint was written yet)"
         print(f"run the same command {how}", file=sys.stderr)
     return status
 
@@ -298,7 +299,8 @@ def _defaults(
     """
     from longctx.parallel.device import choose_device
 
-    tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
+    tokens = int(store.lengths.sum())
+    longest = int(store.lengths.max())
     step = max(longest, min(65536, math.ceil(arguments.epochs * tokens) // FEWEST_STEPS))
     if "global_tokens" in chosen.batch.model_fields_set:
         step = chosen.batch.global_tokens
@@ -306,11 +308,10 @@ def _defaults(
     per_rank = max(2048, math.ceil(longest / domain))
     while longest_document(domain, per_rank) < longest:
         per_rank += 1
-    changes = (
-        {}
-        if "tokens_per_rank" in chosen.batch.model_fields_set
-        else {"batch.tokens_per_rank": per_rank}
-    )
+    if "tokens_per_rank" in chosen.batch.model_fields_set:
+        changes = {}
+    else:
+        changes = {"batch.tokens_per_rank": per_rank}
     capacity = chosen.changed(changes).capacity(ranks) or longest
     steps = chosen.train.steps
     if "steps" not in chosen.train.model_fields_set:

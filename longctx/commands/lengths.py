@@ -99,7 +99,11 @@ def add_step_options(parser: argparse.ArgumentParser, steps: str = "") -> None:
 
 
 def kind_of_source(arguments: argparse.Namespace) -> str:
-    return "mix" if arguments.mix else "store" if arguments.lengths.is_dir() else "file"
+    if arguments.mix:
+        return "mix"
+    if arguments.lengths.is_dir():
+        return "store"
+    return "file"
 
 
 def open_source(
@@ -116,13 +120,16 @@ def open_source(
     refuse_other_kinds(arguments, kinds)
     if steps < 1:
         raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
-    kind, seed = kind_of_source(arguments), arguments.seed or 0
+    kind = kind_of_source(arguments)
+    seed = arguments.seed or 0
     if kind == "mix":
         return mix_source(arguments.mix, arguments.documents, DOCUMENTS_PER_RANK, seed, steps)
 
     def global_tokens(ranks: int) -> int:
         tokens: int | None = arguments.global_tokens
-        return MICRO_BATCHES * ranks * tokens_per_rank if tokens is None else tokens
+        if tokens is None:
+            return MICRO_BATCHES * ranks * tokens_per_rank
+        return tokens
 
     if kind == "file":
         return file_source(
@@ -143,7 +150,8 @@ def refuse_other_kinds(
     kind = kind_of_source(arguments)
     for name, supported in kinds.items():
         if kind not in supported and getattr(arguments, name) is not None:
-            option, kinds_of_it = name.replace("_", "-"), " or ".join(supported)
+            option = name.replace("_", "-")
+            kinds_of_it = " or ".join(supported)
             raise UserError(
                 f"--{option} needs a {kinds_of_it}, but the lengths come from a {kind}: omit it"
             )

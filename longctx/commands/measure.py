@@ -99,7 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
             _draw(measured)
     if not measured.losses_equal:
         return 1
-    return 143 if measured.ended_early else 0
+    if measured.ended_early:
+        return 143
+    return 0
 
 
 def _draw(measured: "MeasuredComparison") -> None:

@@ -107,6 +107,9 @@ def not_taken(words: list[str], parser: argparse.ArgumentParser, *, takes_settin
     option = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
     setting = setting_of(option[2:].replace("-", "_")) if takes_settings else None
     near = difflib.get_close_matches(option, parser._option_string_actions, n=1)
-    meant = f"--{setting.replace(': ', ' ')}" if setting else near[0] if near else ""
+    if setting:
+        meant = f"--{setting.replace(': ', ' ')}"
+    else:
+        meant = near[0] if near else ""
     hint = f"did you mean {meant}?" if meant else f"`{parser.prog} --help` lists what it takes"
     return f"unrecognized arguments: {' '.join(words)}: {hint}"

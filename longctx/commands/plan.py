@@ -199,7 +199,8 @@ def _step(arguments: argparse.Namespace) -> tuple[list[int], str, int]:
         refuse_other_kinds(arguments, KINDS)
         lengths = read_lengths(arguments.lengths)
         return lengths, f"all of {arguments.lengths} as one step", max(lengths)
-    ranks, tokens_per_rank = arguments.ranks, arguments.tokens_per_rank
+    ranks = arguments.ranks
+    tokens_per_rank = arguments.tokens_per_rank
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
     source = open_source(arguments, tokens_per_rank, steps=1, long_documents="split", kinds=KINDS)
     (lengths,), *_ = source.draw(ranks, longest)

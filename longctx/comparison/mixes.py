@@ -51,10 +51,8 @@ class Mix:
         chosen = np.searchsorted(
             upto, random.randint(0, int(upto[-1]), documents, dtype=np.int64), side="right"
         )
-        low, high = (
-            np.array(self.low, dtype=np.float64)[chosen],
-            np.array(self.high, dtype=np.float64)[chosen],
-        )
+        low = np.array(self.low, dtype=np.float64)[chosen]
+        high = np.array(self.high, dtype=np.float64)[chosen]
         lengths = np.floor(low * (high / low) ** random.random_sample(documents)).astype(np.int64)
         result: list[int] = np.clip(
             lengths, low.astype(np.int64), high.astype(np.int64) - 1

@@ -191,7 +191,8 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float) -> dic
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
     times = plan_score(plan)
-    makespan, ranks = times.makespan_ns, plan.ranks
+    makespan = times.makespan_ns
+    ranks = plan.ranks
     exchange = int(times.exposed.sum()) / ranks / makespan
     busy = int(times.time.sum()) / ranks / makespan
     fixed_ns = times.step_ns + len(times.time) * times.launch_ns
@@ -275,7 +276,8 @@ def over_fixed_without_barriers(rows: Sequence[PlannerRow]) -> float | None:
     """Returns the speedup of auto over fixed static without barriers between the micro-batches of
     fixed static."""
     by = {row.planner: row for row in rows}
-    speedup, fixed = by["auto"].speedup_over_fixed, by["fixed-static"]
+    speedup = by["auto"].speedup_over_fixed
+    fixed = by["fixed-static"]
     if speedup is None or fixed.no_barrier_s is None or fixed.makespan_s is None:
         return None
     # Scales the headline, which is a geometric mean over steps.
@@ -285,4 +287,6 @@ def over_fixed_without_barriers(rows: Sequence[PlannerRow]) -> float | None:
 def degree_of(row: PlannerRow) -> str:
     """Returns the degree of a static plan as text, `8` for `static:8`; empty for plans with several
     degrees."""
-    return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""
+    if row.planner in SPEEDUPS.values():
+        return row.winner.removeprefix("static:")
+    return ""

@@ -127,7 +127,8 @@ def store_source(
 
 
 def first_lengths(sampler: Sampler, count: int) -> list[list[int]]:
-    lengths, cursor = [], sampler.start
+    lengths = []
+    cursor = sampler.start
     for _ in range(count):
         pieces, cursor = sampler.step(cursor)
         lengths.append([piece.length for piece in pieces])

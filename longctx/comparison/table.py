@@ -118,7 +118,8 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
 def gains(rows: Sequence[PlannerRow]) -> list[str]:
     """Returns auto's gain in the three comparisons of the README, in their order."""
     by = {row.planner: row for row in rows}
-    ranks, auto = rows[0].ranks, by["auto"]
+    ranks = rows[0].ranks
+    auto = by["auto"]
     over = (
         ("the best single context-parallel degree", "single-degree", auto.speedup_over_single),
         (
@@ -156,7 +157,9 @@ def missing(rows: Sequence[PlannerRow]) -> list[str]:
 
 
 def times(speedup: float | None) -> str:
-    return "—" if speedup is None else f"{speedup:.2f}×"
+    if speedup is None:
+        return "—"
+    return f"{speedup:.2f}×"
 
 
 def print_comparison(rows: Sequence[PlannerRow], ranks: int, source: str, console: Console) -> None:

@@ -19,7 +19,8 @@ from longctx.model.presets import EXPERT_OPTIONS, ModelShape
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse
 
-A_CHECKPOINT, A_STORE = "a checkpoint", "a folder written by `longctx prepare`"
+A_CHECKPOINT = "a checkpoint"
+A_STORE = "a folder written by `longctx prepare`"
 
 
 class Where(NamedTuple):

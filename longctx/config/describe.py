@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from longctx.config.problems import yaml_text
 from longctx.config.run import SECTIONS
 
-_WIDTH, _INDENT = 110, 8
+_WIDTH = 110
+_INDENT = 8
 
 
 _HEAD = "settings, in the YAML file or as --section.key VALUE (values are YAML)"

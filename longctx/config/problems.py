@@ -26,7 +26,8 @@ class Problem:
     others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        key, value = shortened(self.key, 100), shortened(yaml_text(self.value), 200)
+        key = shortened(self.key, 100)
+        value = shortened(yaml_text(self.value), 200)
         return (
             f"  {key} = {value}\n      rule: {shortened(self.rule, 800)}\n      fix:  "
             f"{shortened(self.fix, 800)}"
@@ -41,7 +42,9 @@ def plain(value: object) -> object:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, BaseModel):
         return plain(value.model_dump(exclude_none=True))
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return str(value)
+    return value
 
 
 def yaml_text(value: object) -> str:
@@ -55,7 +58,9 @@ def yaml_text(value: object) -> str:
             allow_unicode=True,
         )
     except (yaml.YAMLError, ValueError):
-        return repr(type(value)) if isinstance(value, int) else repr(value)
+        if isinstance(value, int):
+            return repr(type(value))
+        return repr(value)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -35,7 +35,8 @@ def process_rules(config: Config, world_size: int) -> Iterator[Problem]:
 def _shards(config: Config, domain: int) -> Iterator[Problem]:
     """Checks that shards divide the domain, and the experts' ranks divide those that share a copy
     of the weights."""
-    shards, expert = config.parallel.shard_ranks, config.parallel.expert_parallel_size
+    shards = config.parallel.shard_ranks
+    expert = config.parallel.expert_parallel_size
     if shards is not None and domain % shards:
         nearest = max(size for size in range(1, min(shards, domain) + 1) if domain % size == 0)
         rule = f"must divide the number of ranks in the domain, {domain}"
@@ -45,23 +46,21 @@ def _shards(config: Config, domain: int) -> Iterator[Problem]:
     copy = shards or domain
     if copy % expert:
         what = "parallel.shard_ranks" if shards else "the number of ranks in the domain"
-        more = (
-            f"set parallel.shard_ranks to a multiple of {expert}"
-            if shards
-            else "start more processes"
-        )
+        if shards:
+            more = f"set parallel.shard_ranks to a multiple of {expert}"
+        else:
+            more = "start more processes"
         fix = f"set it to a divisor of {copy} that divides the experts, or {more}"
         yield Problem("parallel.expert_parallel_size", expert, f"must divide {what}, {copy}", fix)
 
 
 def _lengths(config: Config, world_size: int) -> Iterator[Problem]:
     """Checks that degrees exist in the domain, and that documents fit."""
-    context, budget, domain = (
-        config.context,
-        config.batch.tokens_per_rank,
-        config.domain(world_size),
-    )
-    max_length, longest = config.data.max_length, config.capacity(world_size)
+    context = config.context
+    budget = config.batch.tokens_per_rank
+    domain = config.domain(world_size)
+    max_length = config.data.max_length
+    longest = config.capacity(world_size)
     bins = context.bins or {} if context.mode == "bins" else {}
     rule = f"a degree must be at most the number of ranks in the domain, {domain}"
     fix = f"set it to {domain} or less, or start more processes"

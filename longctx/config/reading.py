@@ -149,20 +149,16 @@ def _read(path: Path) -> Values:
 
 def _whole(value: Any) -> Any:
     """Returns 1e6 as the whole number that it is."""
-    return (
-        int(value)
-        if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST
-        else value
-    )
+    if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST:
+        return int(value)
+    return value
 
 
 def _with_names(content: Any) -> Any:
     """Returns a section with text as keys: a number is no setting, which `_explain` says."""
-    return (
-        {str(key): _whole(value) for key, value in content.items()}
-        if isinstance(content, dict)
-        else content
-    )
+    if isinstance(content, dict):
+        return {str(key): _whole(value) for key, value in content.items()}
+    return content
 
 
 def _apply(override: str, values: Values) -> Problem | None:
@@ -250,11 +246,10 @@ def _explain(details: ErrorDetails) -> Problem:
     error = details.get("ctx", {}).get("error")
     if isinstance(error, PathError):
         return Problem(name, value, error.rule, error.way_out)
-    rule = (
-        "must be a path"
-        if details["type"] == "path_type"
-        else details["msg"].replace("Input should", "must")
-    )
+    if details["type"] == "path_type":
+        rule = "must be a path"
+    else:
+        rule = details["msg"].replace("Input should", "must")
     where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
     fix = f"the default is {yaml_text(setting.default)} ({setting.description})"
     choices = re.findall(r"'([^']*)'", details.get("ctx", {}).get("expected", ""))
@@ -274,12 +269,12 @@ def _suggest(section: str, key: str | None) -> str:
         return f"did you mean {home}?"
     if section not in SECTIONS:
         near = difflib.get_close_matches(section, SECTIONS, n=1)
-        return f"did you mean section {near[0]}?" if near else f"sections are {', '.join(SECTIONS)}"
+        if near:
+            return f"did you mean section {near[0]}?"
+        return f"sections are {', '.join(SECTIONS)}"
     keys = list(SECTIONS[section].model_fields)
     near = [f"{section}.{name}" for name in difflib.get_close_matches(str(key), keys, n=1)]
     suggestions = near or difflib.get_close_matches(f"{section}.{key}", SETTINGS, n=1)
-    return (
-        f"did you mean {suggestions[0]}?"
-        if suggestions
-        else f"section {section} has {', '.join(keys)}"
-    )
+    if suggestions:
+        return f"did you mean {suggestions[0]}?"
+    return f"section {section} has {', '.join(keys)}"

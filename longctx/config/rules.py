@@ -52,7 +52,8 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
 
 def _model(config: Config, error: UserError) -> Iterator[Problem]:
     """Yields the problems of a model whose sizes cannot be told because of `error`."""
-    model, lora = config.model, config.lora
+    model = config.model
+    lora = config.lora
     if isinstance(error, ConfigError):
         yield from error.problems
     elif isinstance(error, RopeError):
@@ -169,7 +170,8 @@ def _bins(config: Config) -> Iterator[Problem]:
 
 def _shares(config: Config) -> Iterator[Problem]:
     """Checks numbers against each other."""
-    batch, pipeline = config.batch, config.pipeline
+    batch = config.batch
+    pipeline = config.pipeline
     if problem := pipeline.problem:
         yield Problem(
             "parallel.pipeline_chunks",
@@ -220,7 +222,9 @@ def _groups(config: Config) -> Iterator[Problem]:
 def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """Checks that every stage of the pipeline has a layer."""
     pipeline = config.pipeline
-    ranks, chunks, layers = pipeline.ranks, pipeline.chunks, len(spec.layers)
+    ranks = pipeline.ranks
+    chunks = pipeline.chunks
+    layers = len(spec.layers)
     if ranks * chunks > layers:
         most = layers // ranks
         if most == 0:
@@ -238,7 +242,8 @@ def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
 def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """Checks that tensor parallelism and Ulysses can divide heads, MLP columns and tokens per
     rank."""
-    size, batch = config.parallel.tensor_parallel_size, config.batch
+    size = config.parallel.tensor_parallel_size
+    batch = config.batch
     shape = spec.largest_layer
     if shape.num_key_value_heads % size:  # they divide the query heads
         most = max(ranks for ranks in range(1, size) if shape.num_key_value_heads % ranks == 0)
@@ -266,7 +271,8 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     for key, width in _split_widths(spec).items():
         if leaves_rank_empty(width, size):
             share = -(-width // size)
-            below, above = (share - 1) * size, share * (size - 1) + 1
+            below = (share - 1) * size
+            above = share * (size - 1) + 1
             rule = (
                 f"each of {size} tensor parallel ranks takes {share} columns of the MLP, which "
                 "leaves none for the last ranks"
@@ -290,7 +296,8 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
 def _cut_blocks(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """Checks that tensor ranks have whole blocks of 8-bit moments, of the matrices that are split
     by columns."""
-    size, shape = config.parallel.tensor_parallel_size, spec.largest_layer
+    size = config.parallel.tensor_parallel_size
+    shape = spec.largest_layer
     widths = {
         "model.num_attention_heads": shape.num_attention_heads * shape.head_dim,
         **_split_widths(spec),
@@ -361,14 +368,20 @@ def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator
 
 def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """Checks that the experts can be split evenly over ranks."""
-    parallel, experts = config.parallel, spec.largest_layer.experts
-    expert, tensor = parallel.expert_parallel_size, parallel.tensor_parallel_size
+    parallel = config.parallel
+    experts = spec.largest_layer.experts
+    expert = parallel.expert_parallel_size
+    tensor = parallel.tensor_parallel_size
     if experts % (expert * tensor) == 0:
         return
     if experts % tensor:
-        key, size, possible = "tensor_parallel_size", tensor, divisors(experts)
+        key = "tensor_parallel_size"
+        size = tensor
+        possible = divisors(experts)
     else:
-        key, size, possible = "expert_parallel_size", expert, divisors(experts // tensor)
+        key = "expert_parallel_size"
+        size = expert
+        possible = divisors(experts // tensor)
     rule = (
         f"{experts} experts cannot be split evenly over {expert} × {tensor} expert and tensor "
         "parallel ranks"

@@ -63,7 +63,8 @@ class Config(BaseModel):
             * parallel.expert_parallel_size
             > 1
         )
-        source, rope = self.model.from_pretrained, self.model.changed_rope
+        source = self.model.from_pretrained
+        rope = self.model.changed_rope
         if self.lora.adapters is not None:
             return adapted(source, rope, self.lora.adapters, self.dtype)
         entries = (vocab_size or 0) if self.model.new_tokens is not None else 0
@@ -78,7 +79,9 @@ class Config(BaseModel):
             return train.dtype or ("float32" if train.float8 is None else "bfloat16")
         import torch  # planning reads settings without it
 
-        return "bfloat16" if train.device == "cuda" or torch.cuda.is_available() else "float32"
+        if train.device == "cuda" or torch.cuda.is_available():
+            return "bfloat16"
+        return "float32"
 
     @property
     def pipeline(self) -> Pipeline:
@@ -94,7 +97,9 @@ class Config(BaseModel):
     def bias_rate(self) -> float:
         """How far the biases of experts move per step: `balance.bias_rate`, or else its default."""
         default = 0.0 if self.model.from_pretrained is not None else 0.001
-        return default if self.balance.bias_rate is None else self.balance.bias_rate
+        if self.balance.bias_rate is None:
+            return default
+        return self.balance.bias_rate
 
     def compiles(self, device: str, spec: ModelSpec | None = None) -> bool:
         """Returns whether blocks of a model are compiled on a device of type `device`:
@@ -117,7 +122,9 @@ class Config(BaseModel):
 
     @property
     def order_seed(self) -> int:
-        return self.train.seed if self.data.seed is None else self.data.seed
+        if self.data.seed is None:
+            return self.train.seed
+        return self.data.seed
 
     def max_length(self, world_size: int) -> int:
         """Returns the maximum document length in tokens on `world_size` processes:
@@ -127,14 +134,16 @@ class Config(BaseModel):
     def capacity(self, world_size: int) -> int:
         """Returns the tokens of the longest document that `world_size` processes can hold in
         `context.mode`."""
-        domain, context = self.domain(world_size), self.context
-        degree = (
-            context.degree if context.mode == "static" and context.degree is not None else domain
-        )
+        domain = self.domain(world_size)
+        context = self.context
+        if context.mode == "static" and context.degree is not None:
+            degree = context.degree
+        else:
+            degree = domain
         longest = longest_document(min(degree, domain), self.batch.tokens_per_rank)
-        return (
-            min(longest, max(context.bins)) if context.mode == "bins" and context.bins else longest
-        )
+        if context.mode == "bins" and context.bins:
+            return min(longest, max(context.bins))
+        return longest
 
     def to_yaml(self) -> str:
         """Returns every setting with its value as YAML; `load` reads it back as an equal Config."""

@@ -151,11 +151,8 @@ class LoraSection(Section):
         """Adapters to add; None without LoRA."""
         if self.rank is None:
             return None
-        targets = (
-            self.target_modules
-            if isinstance(self.target_modules, str)
-            else tuple(self.target_modules)
-        )
+        named = self.target_modules
+        targets = named if isinstance(named, str) else tuple(named)
         return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base)
 
 
@@ -204,9 +201,9 @@ class DataSection(Section):
 
     @property
     def paths(self) -> list[Path]:
-        return (
-            [self.store] if self.store is not None else [store.path for store in self.stores or ()]
-        )
+        if self.store is not None:
+            return [self.store]
+        return [store.path for store in self.stores or ()]
 
     @property
     def said(self) -> str:
@@ -462,4 +459,6 @@ class LogSection(Section):
     @classmethod
     def _project(cls, value: Any) -> Any:
         """Takes the name of a project for the whole."""
-        return {"project": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"project": value}
+        return value

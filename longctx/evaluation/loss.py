@@ -43,7 +43,9 @@ class LossPart:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        if self.loss < 700:
+            return math.exp(self.loss)
+        return math.inf
 
     def as_json(self) -> dict[str, Any]:
         values = {**asdict(self), "perplexity": self.perplexity}
@@ -130,4 +132,6 @@ def _parts(
 
 
 def _mean(total: float, tokens: int) -> float:
-    return total / tokens if tokens else math.nan
+    if tokens:
+        return total / tokens
+    return math.nan

@@ -72,20 +72,23 @@ class Target:
     @property
     def folder(self) -> Path | None:
         """Folder of the run; None for a checkpoint of transformers, which is never written to."""
-        return Path(self.name) if self.checkpoint is not None else None
+        if self.checkpoint is not None:
+            return Path(self.name)
+        return None
 
     @property
     def described(self) -> str:
-        return (
-            self.name if self.checkpoint is None else f"{self.name} at step {self.checkpoint.step}"
-        )
+        if self.checkpoint is None:
+            return self.name
+        return f"{self.name} at step {self.checkpoint.step}"
 
     @property
     def source(self) -> ModelSource:
         """The model, with the vocabulary size of its training."""
-        vocab_size = (
-            None if self.checkpoint is None else self.checkpoint.state["model"].get("vocab_size")
-        )
+        if self.checkpoint is None:
+            vocab_size = None
+        else:
+            vocab_size = self.checkpoint.state["model"].get("vocab_size")
         if self.config.model.new_tokens is not None:
             vocab_size = self.tokenizer().vocab_size
         return self.config.model_source(vocab_size)

@@ -117,7 +117,8 @@ def replace_attention(model: Any, causal: bool = True) -> str:
     """Does the first half of `prepare`, which needs no weights. Returns the name of the previous
     attention."""
     _register()
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
+    config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise HuggingFaceError(
             f"{name} is not a model of transformers: prepare the model that from_pretrained "
@@ -364,7 +365,8 @@ def _check_call(model: torch.nn.Module, layouts: Sequence[Layout]) -> Any:
             f"{type(model).__name__} is not prepared for packed documents: call prepare(model) "
             "first"
         )
-    name, configs = type(prepared).__name__, configs_of_parts(prepared)
+    name = type(prepared).__name__
+    configs = configs_of_parts(prepared)
     for config in configs:
         if config._attn_implementation not in (NAME, IN_BOTH_DIRECTIONS, BY_ROLE):
             raise HuggingFaceError(
@@ -394,7 +396,8 @@ class Rings:
     """
 
     def __init__(self, make: Make, kinds: Iterable[Kind] = (), device: torch.device = CPU) -> None:
-        self.make, self._made = make, {(*kind, device): make(*kind, device) for kind in kinds}
+        self.make = make
+        self._made = {(*kind, device): make(*kind, device) for kind in kinds}
         self._recurrence: Recurrence | None = None
 
     @not_compiled
@@ -480,7 +483,8 @@ def attend(
     attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
     # [1, heads, tokens, dim] → [tokens, heads, dim]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _autocast(query, key, value))
-    layer, latents = getattr(module, "layer_idx", None), latents_of(module, key, value, k.dtype)
+    layer = getattr(module, "layer_idx", None)
+    latents = latents_of(module, key, value, k.dtype)
     return attention(q, k, v, layer, sink_logits=s_aux, compressed=latents).unsqueeze(0), None
 
 

@@ -27,7 +27,8 @@ class Conversion:
 
     def __init__(self, twin: Any, files: CheckpointFiles) -> None:
         """`twin` is the model on the meta device, not sharded."""
-        self.twin, self.files = twin, files
+        self.twin = twin
+        self.files = files
         with _internals():
             from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -51,7 +52,9 @@ class Conversion:
         """Returns the group of a parameter: the outermost numbered module around it, else its
         module."""
         block = BLOCK.match(name)
-        return block[0] if block else name.rpartition(".")[0]
+        if block:
+            return block[0]
+        return name.rpartition(".")[0]
 
     def groups(self) -> list[list[str]]:
         """Returns the names of parameters and buffers by group, in order, tied ones once."""
@@ -159,11 +162,9 @@ class Conversion:
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta")
-    return (
-        torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, torch.nn.Parameter)
-        else empty
-    )
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
 
 
 def _short(text: str) -> str:

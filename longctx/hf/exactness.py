@@ -208,7 +208,9 @@ def check_packed(
 def check_rows(probe: "Probe") -> torch.Tensor:
     """Raises HuggingFaceError unless only attention mixes tokens; returns the logits of tokens that
     attend to themselves."""
-    name, ids, places = probe.name, probe.tokens(), torch.arange(TOKENS)
+    name = probe.name
+    ids = probe.tokens()
+    places = torch.arange(TOKENS)
     alone = probe.rows(ids, places)
     if len(alone) == 1:
         raise HuggingFaceError(
@@ -223,7 +225,8 @@ def check_rows(probe: "Probe") -> torch.Tensor:
             "are too large for the dtype that it computes in; load another checkpoint, or compute "
             "in bfloat16 or float32"
         )
-    others, positions = ids.clone(), places.clone()
+    others = ids.clone()
+    positions = places.clone()
     others[REPLACED], positions[REPLACED] = probe.others(), 0
     replaced = probe.rows(others, positions, poisoned=True)
     kept = [row for row in range(TOKENS) if row not in REPLACED]
@@ -277,7 +280,8 @@ def check_finite(model: Any) -> None:
 def check_loss(probe: "Probe", logits: torch.Tensor) -> None:
     """Raises HuggingFaceError unless the loss is the sum over the given labels; `logits` are those
     of the probe's tokens."""
-    name, ids = probe.name, probe.tokens()
+    name = probe.name
+    ids = probe.tokens()
     labels = (7 * ids + 3) % logits.shape[1]
     labels[::5] = -100
     arguments = {
@@ -290,9 +294,10 @@ def check_loss(probe: "Probe", logits: torch.Tensor) -> None:
     if loss is None or not torch.allclose(
         loss.float(), expected, rtol=1e-3 if probe.tolerance < 0.01 else 1e-2, atol=0
     ):
-        computed = (
-            "no loss" if loss is None else f"{float(loss):.3g} instead of {float(expected):.3g}"
-        )
+        if loss is None:
+            computed = "no loss"
+        else:
+            computed = f"{float(loss):.3g} instead of {float(expected):.3g}"
         raise HuggingFaceError(
             f"{name} does not compute its loss as the sum over shift_labels divided by "
             f"num_items_in_batch ({computed}), so the "
@@ -322,7 +327,8 @@ class Probe:
     """Runs a model on tokens that each attend only to themselves, by calling `forward`, which
     computes in `dtype`."""
 
-    wanted, head = "a causal language model", True
+    wanted = "a causal language model"
+    head = True
 
     def __init__(
         self,
@@ -332,8 +338,11 @@ class Probe:
         causal: bool = True,
         first_position: int = 0,
     ) -> None:
-        self.causal, self.first_position = causal, first_position
-        self.model, self.call, self.name = model, forward, type(model).__name__
+        self.causal = causal
+        self.first_position = first_position
+        self.model = model
+        self.call = forward
+        self.name = type(model).__name__
         if any(parameter.is_meta for parameter in model.parameters()):
             raise HuggingFaceError(
                 f"{self.name} has no weights, as it is on the meta device: load them first"
@@ -349,7 +358,8 @@ class Probe:
 
     def tokens(self) -> torch.Tensor:
         """Returns distinct token ids [TOKENS] without special ones, such as image tokens."""
-        config, special = self.model.config.get_text_config(), self._special()
+        config = self.model.config.get_text_config()
+        special = self._special()
         ordinary = [token for token in range(min(config.vocab_size, 4096)) if token not in special]
         return torch.tensor(ordinary, device=self.device)[
             torch.linspace(0, len(ordinary) - 1, TOKENS).long()
@@ -414,11 +424,10 @@ class Probe:
                     "add_pooling_layer=False, and pool its hidden states by document, as "
                     "examples/encoder_heads.py does"
                 )
-            logits = (
-                output.last_hidden_state
-                if logits is None and hasattr(output, "last_hidden_state")
-                else logits
-            )
+            if logits is None and hasattr(output, "last_hidden_state"):
+                logits = output.last_hidden_state
+            else:
+                logits = logits
         if logits is None or logits.shape[:2] != (1, TOKENS):
             expected = self.wanted if self.causal else "an encoder, or its model for masked tokens"
             raise HuggingFaceError(

@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from longctx.attention.linear.recurrence import Recurrence
 from longctx.hf.exactness import LINEAR_LAYERS, HuggingFaceError, refuse_arguments
 
-ARGUMENT, PASSED = "ring_attention", "_layout_passed"
+ARGUMENT = "ring_attention"
+PASSED = "_layout_passed"
 IGNORED = ("hidden_states", "position_embeddings", ARGUMENT)
 """Arguments of linear layers that are no reason to refuse a model; position embeddings, of a token
 alone, are for others."""
@@ -109,7 +110,8 @@ def _bind(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gives the layer's functions the recurrence of the micro-batch. Raises HuggingFaceError if
     they could not use it."""
-    name, rings = type(layer).__name__, named.get(ARGUMENT)
+    name = type(layer).__name__
+    rings = named.get(ARGUMENT)
     if rings is None and layer not in _BOUND:
         return arguments, named
     if rings is None:
@@ -234,7 +236,9 @@ def _mamba2(
     out = ring_attention.recurrence.attend(
         q, k, value[0], (A.to(wide.dtype) * step)[0], None, ring_attention.layer
     )
-    return out.unsqueeze(0) if D is None else out.unsqueeze(0) + D[..., None] * wide
+    if D is None:
+        return out.unsqueeze(0)
+    return out.unsqueeze(0) + D[..., None] * wide
 
 
 def _not_fused(*_: Any, **__: Any) -> None:

@@ -115,7 +115,8 @@ def _memory(layer: nn.Module, hidden_size: int) -> tuple[int, int]:
     run, x = _prepared(layer, hidden_size, *WHOLE)
     with Live() as live:
         out = run()
-        kept, live.peak = live.size, live.size
+        kept = live.size
+        live.peak = live.size
         torch.autograd.grad(out, x, torch.empty_like(out))
     return kept // TOKENS, (live.peak - kept) // TOKENS
 
@@ -137,10 +138,8 @@ def _scan_flops(layer: nn.Module, hidden_size: int, placement: Placement, rank: 
     )
 
 
-_SOLVE, _BATCHES = (
-    torch.ops.aten.linalg_solve_triangular,
-    (torch.ops.aten.bmm, torch.ops.aten.baddbmm),
-)
+_SOLVE = torch.ops.aten.linalg_solve_triangular
+_BATCHES = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def _solve_flops(_system: Any, right: torch.Size, *_: Any, **__: Any) -> int:

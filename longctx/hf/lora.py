@@ -29,7 +29,8 @@ from longctx.planning.cost.spec import Matrix, ModelSpec
 
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""
-A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+A = f".lora_A.{ADAPTER}.weight"
+B = f".lora_B.{ADAPTER}.weight"
 ADAPTERS = (A, B)
 BASE = ".base_layer."
 PEFT_PREFIX = "base_model.model."
@@ -65,7 +66,8 @@ class AdaptedModel(TransformersModel):
         model."""
         super().__init__(files)
         twin = self.conversion.twin
-        self.lora, self.dtype = lora, dtype
+        self.lora = lora
+        self.dtype = dtype
         self.adapted = find_targets(twin, lora.target_modules)
         self.transposed = frozenset(
             name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear)
@@ -133,7 +135,9 @@ class AdaptedModel(TransformersModel):
         """Reads a frozen parameter or a buffer from the checkpoint, in float32, or quantized, on
         `device`, if it is here."""
         value = self.conversion.read(plain_name(name).removeprefix(OURS))
-        return self.packed[name].pack(value.to(device)) if name in self.packed else value
+        if name in self.packed:
+            return self.packed[name].pack(value.to(device))
+        return value
 
     def describe(self) -> dict[str, Any]:
         """As `Model.describe`, with the adapters and the weights that they adapt, which the run's
@@ -150,7 +154,9 @@ class AdaptedModel(TransformersModel):
     @property
     def _asked(self) -> str | list[str]:
         targets = self.lora.target_modules
-        return targets if isinstance(targets, str) else list(targets)
+        if isinstance(targets, str):
+            return targets
+        return list(targets)
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         theirs = described.get("lora")
@@ -190,13 +196,15 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    head, kind = twin.get_output_embeddings(), type(twin).__name__
+    head = twin.get_output_embeddings()
+    kind = type(twin).__name__
     linear = {
         name: module
         for name, module in twin.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
     }
-    matched, asked = set[str](), set[str]()
+    matched = set[str]()
+    asked = set[str]()
     found = text_model(twin)
     part = "" if found is None else f"{found[0]}."
     inside = {
@@ -291,7 +299,8 @@ def _inject(hf: Any, config: Any) -> set[str]:
 
 def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module], hf: Any) -> ModelSpec:
     """Returns the sizes of a model of whose `blocks`, and tower, only adapters are trained."""
-    layers, outside = [], weights_of_images(hf)
+    layers = []
+    outside = weights_of_images(hf)
     for layer, block in zip(spec.layers, blocks, strict=True):
         trained = {
             name: weight for name, weight in block.named_parameters() if weight.requires_grad
@@ -342,7 +351,8 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
         )
     folder.mkdir(parents=True, exist_ok=True)
     config = model.peft_config()
-    config.base_model_name_or_path, config.inference_mode = str(model.files.folder), True
+    config.base_model_name_or_path = str(model.files.folder)
+    config.inference_mode = True
     config.save_pretrained(folder)
     written = {
         PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): by_name[name]

@@ -150,7 +150,8 @@ class TransformersModel(Model):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits [tokens, vocab] of hidden states [tokens, hidden], by transformers'
         forward without the blocks."""
-        prefix, base = self.hf.base_model_prefix, self.hf.base_model
+        prefix = self.hf.base_model_prefix
+        base = self.hf.base_model
         self.hf._modules[prefix] = _Given(hidden[None], base)
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
@@ -216,7 +217,8 @@ class TransformersModel(Model):
 
         Raises HuggingFaceError if transformers' forward needs more than the last hidden states.
         """
-        name, plain = type(self.hf).__name__, []
+        name = type(self.hf).__name__
+        plain = []
 
         def compare(hidden: torch.Tensor, logits: Any) -> torch.Tensor:
             weight = getattr(self.hf.get_output_embeddings(), "weight", None)
@@ -229,7 +231,8 @@ class TransformersModel(Model):
         self.plain_head = False
         places = torch.arange(PROBED, device=self._device)
         inputs = places % self.hf.get_input_embeddings().num_embeddings, places, Alone()
-        theirs, ours = self(*inputs), self(*inputs, compare)
+        theirs = self(*inputs)
+        ours = self(*inputs, compare)
         if not torch.allclose(
             theirs.float(), ours.float(), rtol=1e-3 if dtype == torch.float32 else 0.1, atol=1e-3
         ):
@@ -256,7 +259,8 @@ class TransformersModel(Model):
         return {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
-        ours, theirs = self.describe()["transformers"], described.get("transformers")
+        ours = self.describe()["transformers"]
+        theirs = described.get("transformers")
         if theirs is None:
             return [
                 "it was trained by the native decoder, not by transformers' own code (see "
@@ -264,11 +268,9 @@ class TransformersModel(Model):
             ]
         if "lora" in described:
             return [f"it has LoRA adapters: set lora.rank to {described['lora']['rank']}"]
-        ours, theirs, ignored = (
-            _flat(ours),
-            _flat(theirs),
-            {"transformers_version", "_name_or_path"},
-        )
+        ours = _flat(ours)
+        theirs = _flat(theirs)
+        ignored = {"transformers_version", "_name_or_path"}
         return [
             f"{key} is {ours.get(key)!r}, was {theirs.get(key)!r}"
             for key in sorted({*ours, *theirs} - ignored)
@@ -300,7 +302,9 @@ class _Given(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Returns itself as `decoder`, since some forwards call this part of their base model."""
-        return self if name == "decoder" else super().__getattr__(name)
+        if name == "decoder":
+            return self
+        return super().__getattr__(name)
 
 
 class _Out:
@@ -419,7 +423,9 @@ def _elsewhere(config: Any) -> str:
             "; encoder-decoders are trained inside Seq2SeqTrainer, by dynamic_context_parallel "
             "(docs/trainers.md)"
         )
-    return ENCODERS if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES else ""
+    if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return ENCODERS
+    return ""
 
 
 def block_name(hf: Any) -> str:
@@ -428,7 +434,8 @@ def block_name(hf: Any) -> str:
 
     If no list has that length, the one with the most parameters.
     """
-    count, whole = hf.config.get_text_config().num_hidden_layers, set(hf._no_split_modules or ())
+    count = hf.config.get_text_config().num_hidden_layers
+    whole = set(hf._no_split_modules or ())
     lists: dict[str, nn.ModuleList] = {
         name: module
         for name, module in hf.named_modules()

@@ -35,13 +35,17 @@ class QuantizedLinear(nn.Module):
         """Replaces `layer`, on its device; `base` is nf4 or int8. The weight is not initialized
         (see `pack`)."""
         super().__init__()
-        self.base, self.rows, self.columns = base, layer.out_features, layer.in_features
+        self.base = base
+        self.rows = layer.out_features
+        self.columns = layer.in_features
         self.bias = layer.bias
         count = self.rows * self.columns
-        scales, codes = (self.rows, count)
+        scales = self.rows
+        codes = count
         if base == "nf4":
             blocks = count // BLOCK
-            scales, codes = blocks // math.gcd(blocks, SCALES) + 1 + LEVELS, blocks + count // 2
+            scales = blocks // math.gcd(blocks, SCALES) + 1 + LEVELS
+            codes = blocks + count // 2
         weight = torch.empty(
             FLOAT32 * scales + codes, dtype=torch.uint8, device=layer.weight.device
         )
@@ -49,7 +53,9 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _Product.apply(x, self.weight, self.base, self.rows, self.columns)  # type: ignore[no-untyped-call]  # torch's own
-        return out if self.bias is None else out + self.bias
+        if self.bias is None:
+            return out
+        return out + self.bias
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantizes a matrix [out, in]. Returns the bytes, on its device."""
@@ -83,17 +89,18 @@ def unpack(
     to `dtype`."""
     count = rows * columns
     if base == "int8":
-        scales, codes = (
-            packed[: FLOAT32 * rows].view(torch.float32),
-            packed[FLOAT32 * rows :].view(torch.int8),
-        )
+        scales = packed[: FLOAT32 * rows].view(torch.float32)
+        codes = packed[FLOAT32 * rows :].view(torch.int8)
         return codes.view(rows, columns).float().mul_(scales[:, None]).to(dtype)
-    blocks, pairs_of_codes = count // BLOCK, count // 2
+    blocks = count // BLOCK
+    pairs_of_codes = count // 2
     numbers, quantized, codes = packed.split(
         [packed.numel() - blocks - pairs_of_codes, blocks, pairs_of_codes]
     )
     floats = numbers.view(torch.float32)
-    factors, mean, levels = floats[: -LEVELS - 1], floats[-LEVELS - 1], floats[-LEVELS:]
+    factors = floats[: -LEVELS - 1]
+    mean = floats[-LEVELS - 1]
+    levels = floats[-LEVELS:]
     scales = (quantized.view(torch.int8).view(len(factors), -1) / factors[:, None]).flatten() + mean
     # Of all values of a byte.
     pairs = torch.stack([levels.repeat_interleave(LEVELS), levels.repeat(LEVELS)], dim=1)
@@ -107,13 +114,12 @@ def _nf4(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
 
     blocks = weight.numel() // BLOCK
     made: Any = to_nf4(weight, BLOCK, math.gcd(blocks, SCALES))
-    factors, scales = (
-        made.quantization_factor,
-        made.quantized_scalers.view(len(made.quantization_factor), -1),
-    )
+    factors = made.quantization_factor
+    scales = made.quantized_scalers.view(len(made.quantization_factor), -1)
     # All scales that are quantized together are the mean, as in a matrix of zeros.
     equal = factors.isinf()
-    factors, scales = factors.masked_fill(equal, 1.0), scales.masked_fill(equal[:, None], 0)
+    factors = factors.masked_fill(equal, 1.0)
+    scales = scales.masked_fill(equal[:, None], 0)
     return torch.cat([factors, made.scaler_mean[None], made.nf4]), (scales, made.quantized_data)
 
 

@@ -29,7 +29,8 @@ Role = Literal["encoder", "decoder", "cross"]
 ROLES: tuple[Role, ...] = ("encoder", "decoder", "cross")
 ROLE = "longctx_role"
 """Attribute of a layer's attention."""
-SOURCE_TOKENS, TARGET_TOKENS = 12, 16
+SOURCE_TOKENS = 12
+TARGET_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def find_roles(model: Any) -> None:
 
     Raises HuggingFaceError if an attention has no role, or the model does not run so.
     """
-    finder, name = _FindRoles(), type(model).__name__
+    finder = _FindRoles()
+    name = type(model).__name__
     embedding = model.get_input_embeddings()
     ids = torch.arange(TARGET_TOKENS, device=embedding.weight.device).unsqueeze(0) % entries_of(
         embedding

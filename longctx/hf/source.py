@@ -62,11 +62,10 @@ def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
             f"{name}: the model does not use {tensors} of this checkpoint, and exports will lack "
             f"them: {named}"
         )
-    limit = (
-        None
-        if source.files is None
-        else getattr(source.files.config.get_text_config(), "max_position_embeddings", None)
-    )
+    if source.files is None:
+        limit = None
+    else:
+        limit = getattr(source.files.config.get_text_config(), "max_position_embeddings", None)
     if limit and longest > limit and source.files is not None and not source.files.rope:
         lines.append(
             f"{name}: documents have up to {longest:,} tokens, and the checkpoint is made for "
@@ -177,11 +176,10 @@ def _pretrained(
     files = with_entries(open_checkpoint(source, rope), entries)
     why = "as model.implementation says"
     if implementation == "auto":
-        why = (
-            "as matrices, layers or experts are split"
-            if split
-            else "as matrices, layers and experts are not split"
-        )
+        if split:
+            why = "as matrices, layers or experts are split"
+        else:
+            why = "as matrices, layers and experts are not split"
         why += " over ranks"
     if implementation == "transformers" and split:
         raise PretrainedError(

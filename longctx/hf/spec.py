@@ -45,7 +45,8 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelS
             replace(layer, attends=kind not in WITHOUT_ATTENTION)
             for layer, kind in zip(layers, kinds, strict=True)
         )
-    embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    embedding = hf.get_input_embeddings().weight
+    head = hf.get_output_embeddings()
     return ModelSpec(
         layers=layers,
         hidden_size=config.hidden_size,
@@ -58,17 +59,20 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelS
 
 def spec_of_seq2seq(hf: Any) -> ModelSpec:
     """Returns the sizes of an encoder-decoder: blocks of the encoder, then of the decoder."""
-    encoder, decoder = hf.get_encoder(), hf.get_decoder()
+    encoder = hf.get_encoder()
+    decoder = hf.get_decoder()
     # Leaves out the token itself.
     windows = [None if window is None else window + 1 for window in _windows(encoder.config)]
-    read, written = [], []
+    read = []
+    written = []
     for block, window in zip(encoder.layers, windows, strict=True):
         read.append(replace(_layer_spec(encoder.config, block), window=window))
     for block, window in zip(decoder.layers, _windows(decoder.config), strict=True):
         layer = _layer_spec(decoder.config, block)
         keys = layer.num_key_value_heads * layer.head_dim, encoder.config.hidden_size
         written.append(replace(layer, window=window, matrices=_of_source(layer.matrices, keys)))
-    embedding, head = decoder.get_input_embeddings().weight, hf.get_output_embeddings()
+    embedding = decoder.get_input_embeddings().weight
+    head = hf.get_output_embeddings()
     spec = ModelSpec(
         layers=(*read, *written),
         hidden_size=decoder.config.hidden_size,
@@ -90,16 +94,12 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     # The latter of models that have only linear attention.
     heads = _first(config, ("num_attention_heads", "num_heads"))
     assert heads is not None
-    kv_heads, head_dim = (
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None),
-    )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None)
     # Latent attention: every head has its own keys, of another size than values.
     if getattr(config, "kv_lora_rank", None):
-        kv_heads, head_dim = (
-            heads,
-            (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2,
-        )
+        kv_heads = heads
+        head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
     width = _first(config, WIDTHS) or 4 * config.hidden_size
     if any(map(stacks_experts, block.parameters())):  # blocks without experts may come first
         width = (_first(config, EXPERT_WIDTHS) or width) * chosen
@@ -175,7 +175,8 @@ def _first(config: Any, names: Iterable[str]) -> int | None:
 
 def _windows(config: Any) -> list[int | None]:
     """Returns the attention window of every layer, from the config; None: no window."""
-    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    count = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
     kinds = (
         getattr(config, "layer_types", None)
         or ["sliding_attention" if window else "full_attention"] * count

@@ -91,11 +91,9 @@ def class_of(model_type: str) -> str:
 
     reads_images = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     alone = model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return (
-        VISION_CLASS
-        if model_type in VISION_FAMILIES or (reads_images and alone)
-        else "AutoModelForCausalLM"
-    )
+    if model_type in VISION_FAMILIES or (reads_images and alone):
+        return VISION_CLASS
+    return "AutoModelForCausalLM"
 
 
 def class_of_checkpoint(folder: Path) -> str:
@@ -112,7 +110,9 @@ def text_model(hf: Any) -> tuple[str, nn.Module] | None:
     name = next(
         (name for name, module in hf.base_model.named_modules() if module is decoder and name), None
     )
-    return None if name is None else (f"{hf.base_model_prefix}.{name}", decoder)
+    if name is None:
+        return None
+    return (f"{hf.base_model_prefix}.{name}", decoder)
 
 
 def tower_of(hf: Any) -> nn.Module:
@@ -132,9 +132,10 @@ def blocks_outside(hf: Any) -> list[nn.Module]:
     """Returns the blocks of all encoders beside the language model: the modules of the longest list
     of each part."""
     found = text_model(hf)
-    parts = (
-        [] if found is None else [part for part in hf.base_model.children() if part is not found[1]]
-    )
+    if found is None:
+        parts = []
+    else:
+        parts = [part for part in hf.base_model.children() if part is not found[1]]
     blocks = list[nn.Module]()
     for part in parts:
         lists: list[list[nn.Module]] = [
@@ -160,7 +161,8 @@ def weights_of_images(hf: Any) -> list[nn.Parameter]:
 
 def tokens_of_image(hf: Any) -> int:
     """Returns the tokens of an image of a model whose images are all of one size."""
-    config, vision = hf.config, hf.config.vision_config
+    config = hf.config
+    vision = hf.config.vision_config
     first = any(name.endswith("class_embedding") for name, _ in tower_of(hf).named_parameters())
     patches = (vision.image_size // vision.patch_size) ** 2 + first
     return int(
@@ -173,7 +175,9 @@ def tower_sizes(hf: Any) -> tuple[int, int]:
     """Returns the parameters outside of the language model, and the values that they keep for a
     token of an image."""
     parameters = sum(weight.numel() for weight in weights_of_images(hf))
-    blocks, config, vision = tower_blocks(hf), hf.config, hf.config.vision_config
+    blocks = tower_blocks(hf)
+    config = hf.config
+    vision = hf.config.vision_config
     linear = (
         module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)
     )
@@ -192,7 +196,9 @@ def tower_sizes(hf: Any) -> tuple[int, int]:
 def tower_spec(hf: Any) -> TowerSpec:
     """Returns the sizes of the tower and of what projects its features, from which its work is
     counted."""
-    blocks, config, vision = tower_blocks(hf), hf.config, hf.config.vision_config
+    blocks = tower_blocks(hf)
+    config = hf.config
+    vision = hf.config.vision_config
     of_blocks, of_text = (
         {id(weight) for module in part for weight in module.parameters()}
         for part in (blocks, [hf.base_model.language_model])
@@ -205,10 +211,8 @@ def tower_spec(hf: Any) -> TowerSpec:
         for weight in hf.base_model.parameters()
         if id(weight) not in of_blocks | of_text | tables
     ]
-    full, used = (
-        getattr(vision, "fullatt_block_indexes", None),
-        getattr(config, "vision_feature_layer", len(blocks)),
-    )
+    full = getattr(vision, "fullatt_block_indexes", None)
+    used = getattr(config, "vision_feature_layer", len(blocks))
     # Before and after blocks.
     states = [state % (len(blocks) + 1) for state in ([used] if isinstance(used, int) else used)]
     merged = hasattr(vision, "spatial_merge_size")
@@ -275,9 +279,9 @@ def _encode(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tenso
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the features [tokens, hidden] of all images."""
-    return (
-        features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
-    )
+    if isinstance(features, torch.Tensor):
+        return features.flatten(0, 1)
+    return torch.cat(list(features))
 
 
 def image_positions(hf: Any, length: int, places: Sequence[ImagePlace]) -> torch.Tensor | None:
@@ -293,7 +297,8 @@ def image_positions(hf: Any, length: int, places: Sequence[ImagePlace]) -> torch
     kinds = torch.zeros(1, length, dtype=torch.int32)
     images: list[Sequence[int]] = []
     videos: list[list[int]] = []
-    seconds, end = [], -1
+    seconds = []
+    end = -1
     for start, tokens, grid, rate in places:
         kinds[0, start : start + tokens] = 2 if rate else 1
         if not rate:

@@ -61,17 +61,18 @@ class BlockMemory:
     def __init__(
         self, spec: ModelSpec, config: Config, layer: LayerSpec, load: Load, fused: bool
     ) -> None:
-        self.layer, self.train, self.tokens = layer, config.train, load.tokens
-        self.tensor_ranks, self.element_bytes = (
-            config.parallel.tensor_parallel_size,
-            ELEMENT_BYTES[config.dtype],
-        )
+        self.layer = layer
+        self.train = config.train
+        self.tokens = load.tokens
+        self.tensor_ranks = config.parallel.tensor_parallel_size
+        self.element_bytes = ELEMENT_BYTES[config.dtype]
         self.whole_norms = fused
         self.stream = self._size(spec.hidden_size)
         self.normed = self.stream * self.tensor_ranks
-        self.norm_bytes = (
-            self.element_bytes if self.whole_norms else FLOAT32 if spec.adapted else 2 * FLOAT32
-        )
+        if self.whole_norms:
+            self.norm_bytes = self.element_bytes
+        else:
+            self.norm_bytes = FLOAT32 if spec.adapted else 2 * FLOAT32
         self.norm = self._size(spec.hidden_size, self.norm_bytes)
         self.queries = self._size(layer.num_attention_heads * layer.head_dim)
         self.kv_row = (
@@ -85,9 +86,10 @@ class BlockMemory:
         sends_tokens = (
             layer.experts > 0 and config.parallel.expert_parallel_size * self.tensor_ranks > 1
         )
-        at_once = (
-            round(load.tokens * config.parallel.expert_max_load) if sends_tokens else load.tokens
-        )
+        if sends_tokens:
+            at_once = round(load.tokens * config.parallel.expert_max_load)
+        else:
+            at_once = load.tokens
         at_once = min(self.train.mlp_tile_tokens or at_once, at_once)
         in_turns = layer.routed_size or layer.intermediate_size
         self.turn = at_once * in_turns * self.element_bytes // self.tensor_ranks
@@ -199,7 +201,9 @@ class BlockMemory:
     def tile(self) -> int:
         """Recomputed in backward for one tile of the MLP, if it is tiled."""
         whole = 4 * self.turn + self.routed_at_once
-        return whole if self.train.mlp_tile_tokens else 0
+        if self.train.mlp_tile_tokens:
+            return whole
+        return 0
 
     def kept(self, mode: str, part: str | None = None) -> int:
         """Returns the bytes that a mode of recomputation keeps, in all parts or in one."""

@@ -107,18 +107,19 @@ class RunMemory:
             _, described = read_described(
                 config.context.profile or default_profile(device.type, gpu)
             )
-            known = (
-                None
-                if described is None or described.memory_gb is None
-                else int(1e9 * described.memory_gb)
-            )
+            if described is None or described.memory_gb is None:
+                known = None
+            else:
+                known = int(1e9 * described.memory_gb)
             return known, (described and described.gpu) or "GPU"
         return available_bytes(device, self.ranks), gpu or "rank, if all are on this machine"
 
     def may_change(self, config: Config) -> bool:
         """Returns whether settings may be changed so that the run fits: `train.fit_memory`, or else
         its default."""
-        return self.fused if config.train.fit_memory is None else config.train.fit_memory
+        if config.train.fit_memory is None:
+            return self.fused
+        return config.train.fit_memory
 
     def fitted(self, config: Config, available: int) -> Config:
         """Returns settings with which the run fits at the least cost in time, for
@@ -128,7 +129,8 @@ class RunMemory:
         if none do, nothing changes. Received K and V are kept if that fits, unless the settings say
         otherwise.
         """
-        keeping, room = config.changed({"context.keep_kv": True}), int(ROOM * available)
+        keeping = config.changed({"context.keep_kv": True})
+        room = int(ROOM * available)
         if config.context.keep_kv is None and self.fits(keeping, room, self.loads(keeping)):
             return keeping
         if self.fits(config, room, self.loads(config)):
@@ -145,11 +147,9 @@ class RunMemory:
         """Returns the settings that a run with known memory would have by `train.fit_memory`; the
         same if that is off."""
         available = self.available(config)[0]
-        return (
-            self.fitted(config, available)
-            if available is not None and self.may_change(config)
-            else config
-        )
+        if available is not None and self.may_change(config):
+            return self.fitted(config, available)
+        return config
 
     def choices(self, config: Config) -> Iterator[tuple[Settings, Memory]]:
         """Yields every valid combination of recomputation, kept K and V and resharding with its
@@ -232,7 +232,8 @@ class RunMemory:
         """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`,
         and the `changes` that the run makes by `train.fit_memory`, or those that it needs."""
         available, of = self.available(config)
-        peak, at = format_bytes(memory.total), f"(at: {memory.moment})"
+        peak = format_bytes(memory.total)
+        at = f"(at: {memory.moment})"
         if available is None:
             return [f"needs {peak} per {of}, whose memory is not known {at}"]
         fits = memory.total <= available
@@ -281,14 +282,17 @@ def as_override(name: str, value: object) -> str:
 def changes_between(before: Config, after: Config) -> str:
     """Returns a line on the settings that `fitted` changed, as overrides; empty if there are
     none."""
-    old, new = before.model_dump(), after.model_dump()
+    old = before.model_dump()
+    new = after.model_dump()
     changes = [
         as_override(f"{section}.{key}", value)
         for section in ("context", "parallel", "train")
         for key, value in new[section].items()
         if value != old[section][key]
     ]
-    return f"train.fit_memory: {' '.join(changes)}" if changes else ""
+    if changes:
+        return f"train.fit_memory: {' '.join(changes)}"
+    return ""
 
 
 def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
@@ -308,4 +312,6 @@ def available_bytes(device: torch.device, local_ranks: int) -> int | None:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     free = free_bytes()
-    return None if free is None else free // local_ranks
+    if free is None:
+        return None
+    return free // local_ranks

@@ -41,7 +41,8 @@ def kernel_on_gpus(name: str, request: KernelRequest) -> Kernel:
 def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -> int:
     """Returns the bytes that the backward of a layer allocates on a GPU in one call of `tokens`
     queries and `keys` keys."""
-    context, split = config.context, config.parallel.tensor_parallel_size
+    context = config.context
+    split = config.parallel.tensor_parallel_size
     dims = layer.head_dim, layer.head_dim
     request = KernelRequest(
         "cuda", getattr(torch, config.dtype), *dims, deterministic=context.deterministic

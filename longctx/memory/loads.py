@@ -65,11 +65,14 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
     Includes the ranks of the ring that receive and send the most. `profile` overrides the
     configured one for the node size.
     """
-    budget, context, domain = config.batch.tokens_per_rank, config.context, config.domain(ranks)
+    budget = config.batch.tokens_per_rank
+    context = config.context
+    domain = config.domain(ranks)
     degree = context.degree if context.mode == "static" else None
     if degree is None:
         degree = int(least_degrees(np.array([config.max_length(ranks)]), domain, budget)[0])
-    remote, most = (degree - 1) * budget, context.max_remote_tokens
+    remote = (degree - 1) * budget
+    most = context.max_remote_tokens
     rounds = 1 if most is None else max(1, min(degree - 1, -(-remote // most)))
     length = longest_document(degree, budget)
     plan = Plan(
@@ -101,9 +104,11 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
     )
     tokens, swapped, sources = np.zeros((3, plan.ranks), dtype=np.int64)
     most = max(placement.rounds for placement in plan.micro_batches[number])
-    sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, most + 1))
+    sent = np.zeros(plan.ranks)
+    received = np.zeros((plan.ranks, most + 1))
     for placement in plan.micro_batches[number]:
-        length, degree = plan.lengths[placement.document], placement.degree
+        length = plan.lengths[placement.document]
+        degree = placement.degree
         ring = slice(placement.first_rank, placement.first_rank + degree)
         tokens[ring] += largest_shard(length, degree)
         sources[ring] += (
@@ -146,7 +151,9 @@ def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -
         return ()
     changes = np.flatnonzero(np.diff(members // per_node)) + 1
     counts = tuple(map(len, np.split(members, changes)))
-    return counts if 1 < len(counts) < len(members) else ()
+    if 1 < len(counts) < len(members):
+        return counts
+    return ()
 
 
 @lru_cache(maxsize=64)

@@ -124,11 +124,10 @@ class Weights:
         last: bool,
     ) -> None:
         """`layer` is the largest of the blocks `held`, which all count as large."""
-        split, expert_ranks = (
-            config.parallel.tensor_parallel_size,
-            config.parallel.expert_parallel_size,
-        )
-        experts, layers = layer.expert_parameters // split, len(held)
+        split = config.parallel.tensor_parallel_size
+        expert_ranks = config.parallel.expert_parallel_size
+        experts = layer.expert_parameters // split
+        layers = len(held)
         matrices = layer.matrix_parameters + layer.idle_parameters
         whole = matrices // split + layer.vectors + layer.adapter_parameters
         self.block = whole - experts + experts // expert_ranks
@@ -144,9 +143,10 @@ class Weights:
         self.trained_head = embedding if last and not spec.adapted else 0
         self.trained_tower = spec.trained_tower if first else 0
         self.trained = layers * self.trained_block + self.trained_root + self.trained_tower
-        self.updated = (
-            self.trained if spec.adapted else self.all - (spec.frozen_tower if first else 0)
-        )
+        if spec.adapted:
+            self.updated = self.trained
+        else:
+            self.updated = self.all - (spec.frozen_tower if first else 0)
         self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
         matrix = max(
             layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks
@@ -183,18 +183,15 @@ class RankMemory:
         pipeline_rank: int,
         in_encoder: bool = False,
     ) -> None:
-        self.spec, self.config, self.load, self.fused, self.pipeline_rank = (
-            spec,
-            config,
-            load,
-            fused,
-            pipeline_rank,
-        )
-        self.recompute, self.tensor_ranks = (
-            config.train.recompute,
-            config.parallel.tensor_parallel_size,
-        )
-        self.first, self.last = pipeline_rank == 0, pipeline_rank == config.pipeline.ranks - 1
+        self.spec = spec
+        self.config = config
+        self.load = load
+        self.fused = fused
+        self.pipeline_rank = pipeline_rank
+        self.recompute = config.train.recompute
+        self.tensor_ranks = config.parallel.tensor_parallel_size
+        self.first = pipeline_rank == 0
+        self.last = pipeline_rank == config.pipeline.ranks - 1
         self.heads = self.last and not in_encoder
         numbers = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[
             pipeline_rank
@@ -211,10 +208,8 @@ class RankMemory:
         self.kept = 0
         for layers, tokens in parts:
             self.layer = max(layers, key=lambda layer: layer.parameters)
-            sized, its_load = (
-                replace(spec, hidden_size=self.layer.hidden_size),
-                replace(load, tokens=tokens),
-            )
+            sized = replace(spec, hidden_size=self.layer.hidden_size)
+            its_load = replace(load, tokens=tokens)
             kinds = [(layer.attends, layer.scan) for layer in layers]
             alike = {
                 (attends, scan): replace(self.layer, attends=attends, scan=scan)
@@ -237,18 +232,18 @@ class RankMemory:
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
         # An encoder of images keeps its tensors until all blocks are done.
-        self.tower = (
-            round(self.block.element_bytes * spec.tower_values * load.tokens)
-            if self.weights.trained_tower
-            else 0
-        )
+        if self.weights.trained_tower:
+            self.tower = round(self.block.element_bytes * spec.tower_values * load.tokens)
+        else:
+            self.tower = 0
         self.activations = self.kept + self.tables + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is
         # recomputed.
         kept_kv = self.block.sent_row * load.remote if config.context.keep_kv else 0
-        self.kept_kv = (
-            0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
-        )
+        if self.recompute == "full":
+            self.kept_kv = 0
+        else:
+            self.kept_kv = sum(layer.attends for layer in held) * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
         # The largest quantized matrix: float32 values with indices or with the rounded matrix.
         self.expanded = (FLOAT32 + 2) * max(
@@ -259,7 +254,8 @@ class RankMemory:
     def _keep_gradients(self, ranks: int) -> None:
         """Computes what outlives a micro-batch: shards of weights and optimizer state, and
         gradients of earlier ones."""
-        weights, in_pipeline = self.weights, self.config.pipeline.ranks > 1
+        weights = self.weights
+        in_pipeline = self.config.pipeline.ranks > 1
         shards = self.shards = self.config.parallel.shard_ranks or self.config.domain(ranks)
         self.shard = FLOAT32 * weights.updated // shards
         self.fixed = Memory("", pipeline=self.pipeline())
@@ -267,7 +263,8 @@ class RankMemory:
             frozen = self.block.element_bytes if self.spec.adapted else FLOAT32
             parameters = FLOAT32 * weights.updated + frozen * (weights.all - weights.updated)
             parameters -= self.layers * weights.spared
-            kind, sizes = OPTIMIZERS[self.config.optimizer.name], self.spec.trained_sizes
+            kind = OPTIMIZERS[self.config.optimizer.name]
+            sizes = self.spec.trained_sizes
             optimizer = kind.state_bytes(weights.updated, weights.matrices, sizes)
             self.fixed = replace(
                 self.fixed, parameters=parameters // shards, optimizer=optimizer // shards
@@ -351,10 +348,8 @@ class RankMemory:
         )
 
     def _block_moments(self, block: BlockMemory) -> Iterator[Memory]:
-        mlp, recomputed = (
-            block.kept("none", "mlp"),
-            block.recomputed(self.recompute) + self.expanded,
-        )
+        mlp = block.kept("none", "mlp")
+        recomputed = block.recomputed(self.recompute) + self.expanded
         # Gradients of the MLP's output and input for all tokens, with tensor parallelism.
         gathered = 2 * block.normed if self.tensor_ranks > 1 else 0
         sent_forward, sent_backward = self._exchanges()
@@ -386,7 +381,8 @@ class RankMemory:
             )
 
     def _head_moments(self) -> Iterator[Memory]:
-        stream, norm = self.block.stream, self.block.norm
+        stream = self.block.stream
+        norm = self.block.norm
         yield self._in_block(
             "backward of the last norm",
             activations=self.activations + norm,
@@ -414,17 +410,14 @@ class RankMemory:
         Weights are not gathered then. If gradients are reduced once per step, those of the blocks
         are reduced before this moment of the last micro-batch.
         """
-        root, fresh = (
-            FLOAT32 * self.weights.trained_root,
-            self.block.element_bytes * self.weights.trained_root,
-        )
+        root = FLOAT32 * self.weights.trained_root
+        fresh = self.block.element_bytes * self.weights.trained_root
         copies = 0 if self.fused else 2 * root  # gloo's
         reduced = (fresh if self.reduced_at_once else root) + root + copies
-        held = (
-            self.unreduced + reduced
-            if self.reduced_at_once
-            else max(self.unreduced + fresh, reduced)
-        )
+        if self.reduced_at_once:
+            held = self.unreduced + reduced
+        else:
+            held = max(self.unreduced + fresh, reduced)
         kept = self.config.parallel.reshard_after == "step" and self.load.micro_batches > 1
         return replace(
             self.fixed,
@@ -438,7 +431,9 @@ class RankMemory:
         """Returns the largest of three moments: gradients of out, q, k and v with their float32
         sums, the Ulysses swap, or the backward of linear attention.
         """
-        load, queries, keys = self.load, block.queries, block.keys
+        load = self.load
+        queries = block.queries
+        keys = block.keys
         linear = 0 if block.layer.scan is None else load.tokens * block.layer.scan.working
         if not block.layer.attends:
             return linear
@@ -459,21 +454,20 @@ class RankMemory:
         if not self.load.remote:
             return 0, 0
         at_once = self.load.held / self.load.remote
-        row, latent = self.block.sent_row, self.layer.latent
-        received, sent, own = row * self.load.remote, row * self.load.sent, row * self.load.tokens
+        row = self.block.sent_row
+        latent = self.layer.latent
+        received = row * self.load.remote
+        sent = row * self.load.sent
+        own = row * self.load.tokens
         fetched = 0 if self.config.context.keep_kv else received
         # Backward also has gradients of the rows in flight, and a kernel's input and output for one
         # round. Latents of a round are expanded by a product and a copy; backward has gradients of
         # both, and of the weights.
-        under_way, computed = (
-            (fetched + received + sent) * at_once,
-            2 * self.block.kv_row * self.load.fullest,
-        )
+        under_way = (fetched + received + sent) * at_once
+        computed = 2 * self.block.kv_row * self.load.fullest
         expanded = 1.25 * computed if latent.values else 0
-        forward, backward = (
-            (fetched + sent) * at_once + expanded,
-            under_way + computed + expanded + FLOAT32 * latent.parameters,
-        )
+        forward = (fetched + sent) * at_once + expanded
+        backward = under_way + computed + expanded + FLOAT32 * latent.parameters
         return round(forward) + own, round(backward) + own
 
     def _logits(self) -> int:
@@ -482,19 +476,18 @@ class RankMemory:
         exist.
         """
         assert self.spec.vocab_size is not None
-        compiled, rounded = (
-            self.config.compiles("cuda" if self.fused else "cpu", self.spec),
-            self.block.element_bytes < FLOAT32,
-        )
+        compiled = self.config.compiles("cuda" if self.fused else "cpu", self.spec)
+        rounded = self.block.element_bytes < FLOAT32
         numbers = (
             min(tokens_at_once(compiled), self.block.tokens)
             * self.spec.vocab_size
             // self.tensor_ranks
         )
         with_gradient = 2 * self.block.element_bytes * numbers
-        chunk = (
-            with_gradient if compiled else 3 * FLOAT32 * numbers + (with_gradient if rounded else 0)
-        )
+        if compiled:
+            chunk = with_gradient
+        else:
+            chunk = 3 * FLOAT32 * numbers + (with_gradient if rounded else 0)
         head = self.block.element_bytes * self.weights.trained_head
         return max(
             chunk,

@@ -53,8 +53,12 @@ class RouterWatch:
     def __init__(
         self, experts: int, per_token: int, scores: str, bias: tuple[nn.Module, str] | None = None
     ) -> None:
-        self.experts, self.per_token, self.scores, self.bias = experts, per_token, scores, bias
-        self.document_loss, self.z_loss = 0.0, 0.0
+        self.experts = experts
+        self.per_token = per_token
+        self.scores = scores
+        self.bias = bias
+        self.document_loss = 0.0
+        self.z_loss = 0.0
         self.begin_sum: Callable[[torch.Tensor], Callable[[], object]] | None = None
         self.clear()
 
@@ -92,7 +96,8 @@ class RouterWatch:
         """Adds `rate` to the bias of experts with fewer tokens than the mean of `counts` [experts],
         subtracts it of others."""
         if self.bias is not None:
-            bias, wide = getattr(*self.bias), counts.to(torch.float64)
+            bias = getattr(*self.bias)
+            wide = counts.to(torch.float64)
             bias += rate * (wide.mean() - wide).sign().to(bias.dtype)
 
 
@@ -114,10 +119,14 @@ class _Watched(torch.autograd.Function):
         watch: RouterWatch,
     ) -> torch.Tensor:
         ctx.save_for_backward(logits, rows)
-        ctx.documents, ctx.watch, ctx.wait = documents, watch, None
-        experts, kinds = logits.shape[1], len(documents.lengths) + 1
+        ctx.documents = documents
+        ctx.watch = watch
+        ctx.wait = None
+        experts = logits.shape[1]
+        kinds = len(documents.lengths) + 1
         if not watch.document_loss:
-            rows, kinds = (rows == len(documents.lengths)).to(torch.int64), 2
+            rows = (rows == len(documents.lengths)).to(torch.int64)
+            kinds = 2
         places = rows.unsqueeze(1) * experts + chosen
         counts = torch.zeros(kinds * experts, dtype=torch.int64, device=logits.device)
         counts.scatter_add_(0, places.flatten(), torch.ones_like(places).flatten())
@@ -131,7 +140,9 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        watch, documents, added = ctx.watch, ctx.documents, None
+        watch = ctx.watch
+        documents = ctx.documents
+        added = None
         saved, rows = ctx.saved_tensors
         losses = torch.zeros(2, dtype=torch.float64, device=gradient.device)
         if watch.document_loss or watch.z_loss:
@@ -156,10 +167,8 @@ def _losses(
 ) -> torch.Tensor:
     """Returns the document loss and the z-loss of these tokens, [2]; `shares` are counts
     [documents, experts]."""
-    real, logits = (
-        rows < len(documents.lengths),
-        logits.to(torch.promote_types(logits.dtype, torch.float32)),
-    )
+    real = rows < len(documents.lengths)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     document_loss = logits.sum() * 0
     if shares is not None and len(documents.lengths):
         even = watch.experts / watch.per_token

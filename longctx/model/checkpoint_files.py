@@ -204,7 +204,9 @@ class CheckpointFiles:
         """Returns the shape of a tensor, with the rows of added entries."""
         with self._opened(name) as tensors:
             shape = tuple(tensors.get_slice(name).get_shape())
-        return (shape[0] + self.added, *shape[1:]) if name in self.vocabulary else shape
+        if name in self.vocabulary:
+            return (shape[0] + self.added, *shape[1:])
+        return shape
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
@@ -231,7 +233,8 @@ def not_finite(tensor: torch.Tensor) -> str:
     finite = torch.isfinite(wide)
     if bool(finite.all()):
         return ""
-    count, first = int((~finite).sum()), (~finite).nonzero()[0].tolist()
+    count = int((~finite).sum())
+    first = (~finite).nonzero()[0].tolist()
     return (
         f"{count:,} of {tensor.numel():,} numbers that are NaN or infinite (the first at {first})"
     )

@@ -25,10 +25,13 @@ class CheckpointWriter:
     ) -> None:
         from huggingface_hub import split_torch_state_dict_into_shards
 
-        self.folder, self.tensors, self.held = folder, tensors, dict[str, torch.Tensor]()
+        self.folder = folder
+        self.tensors = tensors
+        self.held = dict[str, torch.Tensor]()
         split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_bytes)
         self.total = sum(tensor.nbytes for tensor in tensors.values())
-        self.files, self.missing = split.filename_to_tensors, set(split.filename_to_tensors)
+        self.files = split.filename_to_tensors
+        self.missing = set(split.filename_to_tensors)
         if split.is_sharded:
             index = {
                 "metadata": {"total_size": self.total},

@@ -82,11 +82,10 @@ def with_rope(config: Any, settings: Mapping[str, Any]) -> None:
     )
     fields = ROPE_FIELDS.get(kind, {})
     _check(settings, before, kind, factor)
-    new = (
-        dict(old)
-        if kind == before
-        else {key: value for key, value in old.items() if key not in OF_SCALING}
-    )
+    if kind == before:
+        new = dict(old)
+    else:
+        new = {key: value for key, value in old.items() if key not in OF_SCALING}
     new |= {"rope_theta": float(settings.get("rope_theta", old["rope_theta"]))}
     original = settings.get("rope_original_length") or old.get("original_max_position_embeddings")
     if original is None and kind != before == "linear" and fields:
@@ -121,11 +120,10 @@ def _check(settings: Mapping[str, Any], before: str, kind: str, factor: float) -
     type `before`."""
     scales = kind in (*WITH_FACTOR, "ntk")
     if "rope_factor" in settings and not scales:
-        unset = (
-            "rope_scaling is not set"
-            if "rope_scaling" not in settings
-            else f"rope_scaling is {settings['rope_scaling']}"
-        )
+        if "rope_scaling" not in settings:
+            unset = "rope_scaling is not set"
+        else:
+            unset = f"rope_scaling is {settings['rope_scaling']}"
         raise RopeError(
             f"rope_factor is {factor}, but {unset}, and RoPE of type {before} has no factor: "
             "choose linear, ntk, yarn or llama3"

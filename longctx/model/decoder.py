@@ -30,21 +30,19 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, shape.head_dim
-        queries, keys = (
-            shape.num_attention_heads * shape.head_dim,
-            shape.num_key_value_heads * shape.head_dim,
-        )
+        self.layer = layer
+        self.head_dim = shape.head_dim
+        queries = shape.num_attention_heads * shape.head_dim
+        keys = shape.num_key_value_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, queries, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
-        self.q_norm = (
-            nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
-        )
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if shape.qk_norm:
+            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
@@ -53,7 +51,8 @@ class SelfAttention(nn.Module):
             wide: torch.Tensor = proj(x).unflatten(-1, (-1, self.head_dim))
             return wide
 
-        k, v = rotate(self.k_norm(heads(self.k_proj, x)), cos, sin), heads(self.v_proj, x)
+        k = rotate(self.k_norm(heads(self.k_proj, x)), cos, sin)
+        v = heads(self.v_proj, x)
 
         # While keys and values travel.
         def queries(sent: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -70,7 +69,8 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        self.layer, self.is_sparse = layer, shape.has_experts(layer)
+        self.layer = layer
+        self.is_sparse = shape.has_experts(layer)
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.self_attn = SelfAttention(shape, layer)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
@@ -100,7 +100,9 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # A DTensor, which follows torch's own rules.
         split = type(self.weight.data) is not torch.Tensor
-        return super().forward(tokens) if split else rows_of(self.weight, tokens)
+        if split:
+            return super().forward(tokens)
+        return rows_of(self.weight, tokens)
 
 
 def rows_of(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -146,7 +148,8 @@ class Decoder(StagedModel):
         super().__init__()
         if shape.vocab_size is None:
             raise ValueError("vocab_size is not set: it comes from the store's tokenizer")
-        self.shape, self.spec = shape, shape.spec
+        self.shape = shape
+        self.spec = shape.spec
         self.rope = Rope(
             shape.head_dim,
             shape.rope_theta,
@@ -190,7 +193,8 @@ class Decoder(StagedModel):
                 "it was trained by transformers' own code, not by the native decoder (see "
                 "model.implementation)"
             ]
-        ours, theirs = self.describe(), ModelShape.model_validate(described).model_dump()
+        ours = self.describe()
+        theirs = ModelShape.model_validate(described).model_dump()
         return [
             f"{key} is {ours[key]!r}, was {value!r}"
             for key, value in theirs.items()
@@ -247,10 +251,11 @@ class Decoder(StagedModel):
         cos, sin = self.rope.tables(positions)
         for block in blocks:
             assert isinstance(block, Block)
-            each = (
-                attention.of_layer(block.layer)
-                if isinstance(attention, AttentionByLayer)
-                else attention
-            )
+            if isinstance(attention, AttentionByLayer):
+                each = attention.of_layer(block.layer)
+            else:
+                each = attention
             x = block(x, cos, sin, each, *[documents] * block.is_sparse)
-        return x if head is None else head(self.norm(x), self.lm_head.weight)
+        if head is None:
+            return x
+        return head(self.norm(x), self.lm_head.weight)

@@ -153,12 +153,15 @@ class SparseMLP(nn.Module):
         mixed = torch.bmm(
             weights.unsqueeze(1).to(out.dtype), out.unflatten(0, chosen.shape)
         ).squeeze(1)
-        return mixed if self.shared_expert is None else mixed + self.shared_expert(x)
+        if self.shared_expert is not None:
+            mixed = mixed + self.shared_expert(x)
+        return mixed
 
 
 def here(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
     """Computes experts that are all on this rank, as `Send`."""
-    experts, count = mlp.experts, chosen.shape[1]
+    experts = mlp.experts
+    count = chosen.shape[1]
 
     def turn(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         order, counts = by_expert(chosen.flatten(), experts.count)

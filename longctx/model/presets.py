@@ -185,7 +185,8 @@ def _spec(shape: ModelShape) -> ModelSpec:
     heads = shape.num_attention_heads + shape.num_key_value_heads
     biases = (heads + shape.num_key_value_heads) * shape.head_dim if shape.qkv_bias else 0
     norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.qk_norm else 0)
-    hidden, queries = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    hidden = shape.hidden_size
+    queries = shape.num_attention_heads * shape.head_dim
     keys = Matrix(shape.num_key_value_heads * shape.head_dim, hidden)
     dense = LayerSpec(
         hidden_size=hidden,
@@ -200,7 +201,8 @@ def _spec(shape: ModelShape) -> ModelSpec:
         vectors=norms + biases,
         attention_norms=heads * shape.head_dim if shape.qk_norm else 0,
     )
-    sparse, every = _with_experts(dense, shape), shape.full_attention_every
+    sparse = _with_experts(dense, shape)
+    every = shape.full_attention_every
     kinds = (
         sparse if shape.has_experts(layer) else dense for layer in range(shape.num_hidden_layers)
     )
@@ -225,8 +227,10 @@ def _mlp(hidden: int, width: int, **experts: Any) -> tuple[Matrix, ...]:
 
 def _with_experts(dense: LayerSpec, shape: ModelShape) -> LayerSpec:
     """Returns the sizes of a layer with experts instead of its MLP."""
-    hidden, shared = shape.hidden_size, shape.shared_expert_intermediate_size
-    chosen, count = shape.num_experts_per_tok, shape.num_experts
+    hidden = shape.hidden_size
+    shared = shape.shared_expert_intermediate_size
+    chosen = shape.num_experts_per_tok
+    count = shape.num_experts
     experts = _mlp(hidden, shape.expert_width, count=count, used=chosen, role="expert")
     # router, and expert of all tokens.
     of_all = (Matrix(count, hidden), *(_mlp(hidden, shared) if shared else ()))

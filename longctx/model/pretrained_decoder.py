@@ -24,7 +24,8 @@ class NativeSource:
     """Always empty: a checkpoint with unused tensors is refused (see `sizes`)."""
 
     def __init__(self, files: CheckpointFiles, said: str = "") -> None:
-        self.files, self.said = files, said
+        self.files = files
+        self.said = said
         self.family = family_of(files.config)
         self.shape = self.family.shape(files.config)
         self.embedding = self.family.parts("embed_tokens.weight")[0]
@@ -102,7 +103,9 @@ class NativeSource:
     def _stored(self, theirs: str) -> str:
         """Returns the name in the files: a base model saved alone lacks the first part."""
         bare = theirs.removeprefix("model.")
-        return bare if theirs not in self.files.files and bare in self.files.files else theirs
+        if theirs not in self.files.files and bare in self.files.files:
+            return bare
+        return theirs
 
 
 class PretrainedDecoder(Decoder):
@@ -110,7 +113,8 @@ class PretrainedDecoder(Decoder):
 
     def __init__(self, source: NativeSource, layers: Collection[int] | None = None) -> None:
         super().__init__(source.shape, layers)
-        self.source, self.files = source, source.files
+        self.source = source
+        self.files = source.files
         vars(self)["family"] = source.family
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:

@@ -37,9 +37,10 @@ class Rope:
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         """Returns radians per token, float64 [dim / 2]."""
-        theta = (
-            ntk_theta(self.theta, self.factor, self.dim) if self.scaling == "ntk" else self.theta
-        )
+        if self.scaling == "ntk":
+            theta = ntk_theta(self.theta, self.factor, self.dim)
+        else:
+            theta = self.theta
         plain = theta ** -(
             torch.arange(0, self.dim, 2, device=device, dtype=torch.float64) / self.dim
         )
@@ -67,10 +68,8 @@ class Rope:
                 / (2 * math.log(self.theta))
             )
 
-        low, high = (
-            max(0, math.floor(index(self.beta_fast))),
-            min(self.dim - 1, math.ceil(index(self.beta_slow))),
-        )
+        low = max(0, math.floor(index(self.beta_fast)))
+        high = min(self.dim - 1, math.ceil(index(self.beta_slow)))
         ramp = (torch.arange(len(plain), device=plain.device, dtype=torch.float64) - low) / max(
             high - low, 0.001
         )
@@ -79,16 +78,17 @@ class Rope:
     @property
     def magnitude(self) -> float:
         """Factor by which YaRN scales queries and keys, to keep the entropy of attention."""
-        return (
-            0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" and self.factor > 1 else 1.0
-        )
+        if self.scaling == "yarn" and self.factor > 1:
+            return 0.1 * math.log(self.factor) + 1
+        return 1.0
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin, float32 [tokens, 1, dim / 2], for `positions` [tokens], which
         restart in every document."""
         # float64 keeps angles exact to the last digit of float32 at positions beyond 2²⁴ / 2π.
         angles = positions.double().unsqueeze(-1) * self.frequencies(positions.device)
-        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        cos = angles.cos() * self.magnitude
+        sin = angles.sin() * self.magnitude
         return cos.float().unsqueeze(1), sin.float().unsqueeze(1)
 
 

@@ -18,10 +18,8 @@ def rope_of(config: Any) -> dict[str, Any]:
     the decoder does not have."""
     fields = dict(config.rope_parameters or {})
     older_kind = fields.pop("type", "default")
-    kind, share = (
-        fields.pop("rope_type", older_kind),
-        fields.pop("partial_rotary_factor", None) or 1.0,
-    )
+    kind = fields.pop("rope_type", older_kind)
+    share = fields.pop("partial_rotary_factor", None) or 1.0
     options: dict[str, Any] = {"rope_theta": fields.pop("rope_theta")}
     if share != 1.0:
         raise NoNativeModel(
@@ -58,10 +56,8 @@ def rope_of(config: Any) -> dict[str, Any]:
 
 def _check_yarn(fields: dict[str, Any], factor: float) -> None:
     """Removes optional YaRN fields; raises NoNativeModel for values other than those of `Rope`."""
-    magnitude, scales = (
-        fields.pop("attention_factor", None),
-        [fields.pop(name, None) for name in ("mscale", "mscale_all_dim")],
-    )
+    magnitude = fields.pop("attention_factor", None)
+    scales = [fields.pop(name, None) for name in ("mscale", "mscale_all_dim")]
     if magnitude is None and all(scales):
         raise NoNativeModel(
             f"rope_parameters has mscale {scales[0]} and mscale_all_dim {scales[1]}, which is not "

@@ -160,12 +160,12 @@ class Family:
     def _windows(self, config: Any) -> dict[str, Any]:
         if self.windows == "none":
             return {}
-        window, count = config.sliding_window, config.num_hidden_layers
-        kinds = (
-            ["sliding_attention"] * count
-            if self.windows == "all" and window
-            else ["full_attention"] * count
-        )
+        window = config.sliding_window
+        count = config.num_hidden_layers
+        if self.windows == "all" and window:
+            kinds = ["sliding_attention"] * count
+        else:
+            kinds = ["full_attention"] * count
         if self.windows == "named":
             kinds = list(config.layer_types or kinds)
         strange = set(kinds) - {"full_attention", "sliding_attention"}
@@ -214,7 +214,8 @@ class Family:
         }
         known |= {name for name, is_known in fields.items() if is_known}
         known |= set() if self.experts is None else self.experts.fields
-        defaults, missing = type(config)().to_dict(), object()
+        defaults = type(config)().to_dict()
+        missing = object()
         strange = {
             key: value
             for key, value in config.to_dict().items()
@@ -272,16 +273,16 @@ class Family:
 
 def _kind_of_layer(layer: int, window: int | None, every: int | None) -> str:
     full = window is None or (every is not None and (layer + 1) % every == 0)
-    return "full_attention" if full else "sliding_attention"
+    if full:
+        return "full_attention"
+    return "sliding_attention"
 
 
 def canonical(shape: ModelShape) -> ModelShape:
     """Returns the canonical shape of the same model: options without effect are at their
     defaults."""
-    values, defaults = (
-        shape.model_dump(),
-        {name: known.default for name, known in ModelShape.model_fields.items()},
-    )
+    values = shape.model_dump()
+    defaults = {name: known.default for name, known in ModelShape.model_fields.items()}
     scaling = values["rope_scaling"]
     if scaling == "ntk":
         values["rope_theta"] = ntk_theta(shape.rope_theta, shape.rope_factor, shape.head_dim)

@@ -28,7 +28,9 @@ def assumed(setting: str) -> str:
     """Returns words for a run that is planned as on CPUs because this machine has no GPU; empty for
     others."""
     without = setting == "auto" and not torch.cuda.is_available()
-    return " of CPUs, as no GPU is here (--train.device cuda plans for GPUs)" if without else ""
+    if without:
+        return " of CPUs, as no GPU is here (--train.device cuda plans for GPUs)"
+    return ""
 
 
 def prepare_device(setting: str, launch: Launch) -> torch.device:
@@ -64,9 +66,10 @@ def prepare_allocator(device: torch.device) -> None:
     version of torch on that can do without.
     """
     if not is_prepared(device):
-        exact = (
-            f",{EXACT_PINNED}:1" if torch_version.TorchVersion(torch.__version__) >= "2.13" else ""
-        )
+        if torch_version.TorchVersion(torch.__version__) >= "2.13":
+            exact = f",{EXACT_PINNED}:1"
+        else:
+            exact = ""
         # The other names are deprecated, but come first if set.
         os.environ[ALLOCATOR_SETTINGS[0]] = f"expandable_segments:True{exact}"
 

@@ -123,7 +123,9 @@ def processes_per_node(ranks: int) -> int | None:
     """
     launch = Launch.read()
     spread = "LOCAL_WORLD_SIZE" in os.environ and launch.local_world_size < launch.world_size
-    return launch.local_world_size if spread and launch.world_size == ranks else None
+    if spread and launch.world_size == ranks:
+        return launch.local_world_size
+    return None
 
 
 def share_cores(ranks: int) -> None:
@@ -139,7 +141,9 @@ def host_threads() -> int | None:
     None if OMP_NUM_THREADS says otherwise. A value of 1 does not count: torchrun sets it if the
     user has set none.
     """
-    return _own_cores() if os.environ.get("OMP_NUM_THREADS", "1") == "1" else None
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        return _own_cores()
+    return None
 
 
 def share_compilers() -> None:
@@ -156,7 +160,8 @@ def share_compilers() -> None:
 
 def _own_cores() -> int:
     """Returns this process's share of the cores that the processes of this node may use."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return max(1, cores // Launch.read().local_world_size)

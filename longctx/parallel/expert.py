@@ -62,10 +62,12 @@ def dispatch(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup] = ())
 
     The ranks of `others` share the weights of experts, so they must use them equally often.
     """
-    ranks, mine = group.size(), group.rank()
+    ranks = group.size()
+    mine = group.rank()
 
     def send(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
-        held, count = mlp.experts.count, chosen.shape[1]
+        held = mlp.experts.count
+        count = chosen.shape[1]
         order, counts = by_expert(chosen.flatten(), ranks * held)
         known, most = _of_all_ranks(counts, group, others if mlp.most_rows is not None else ())
         rows = known.sum(2)
@@ -75,8 +77,10 @@ def dispatch(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup] = ())
         leaving = take(x, order // count, back).split(rows[mine].tolist())
 
         def turn(number: int, *leaving: torch.Tensor) -> torch.Tensor:
-            first, last = rows * number // turns, rows * (number + 1) // turns
-            sent, received = ((last - first)[mine].tolist(), (last - first)[:, mine].tolist())
+            first = rows * number // turns
+            last = rows * (number + 1) // turns
+            sent = (last - first)[mine].tolist()
+            received = (last - first)[:, mine].tolist()
             arrived = exchange_rows(torch.cat(leaving), sent, received, group)
             expert = _experts(
                 _between(known[:, mine], first[:, mine], last[:, mine]), sum(received), x.device

@@ -73,8 +73,8 @@ def _or_plain(
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         tokens = x.numel() // x.shape[-1]
-        return (
-            F.linear(x, layer.weight, layer.bias) if tokens == 0 or tokens % multiple else float8(x)
-        )
+        if tokens == 0 or tokens % multiple:
+            return F.linear(x, layer.weight, layer.bias)
+        return float8(x)
 
     return forward

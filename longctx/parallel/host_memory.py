@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3  # mallopt(3)
 LARGE = 1 << 20
 
 
@@ -46,4 +47,6 @@ def free_bytes() -> int | None:
     except OSError:
         return None
     free = [line for line in lines if line.startswith("MemAvailable:")]
-    return int(free[0].split()[1]) * 1024 if free else None
+    if free:
+        return int(free[0].split()[1]) * 1024
+    return None

@@ -44,10 +44,8 @@ def meet(
         except DistStoreError:
             return server, [None, *(host if other == rank else "" for other in range(1, ranks))]
     name = mine if rank == 0 else server.get(f"longctx/{mine}").decode()
-    store, hosts = (
-        PrefixStore(f"longctx/{name}", server),
-        [f"host/{other}" for other in range(ranks)],
-    )
+    store = PrefixStore(f"longctx/{name}", server)
+    hosts = [f"host/{other}" for other in range(ranks)]
     store.set(hosts[rank], host)
     if rank == 0:
         _answer(server, store, hosts, mine, deadline)
@@ -85,7 +83,8 @@ def meet_all(launch: Launch, timeout_s: float) -> Store:
             f"WORLD_SIZE is {launch.world_size}, but {' and '.join(unset)} is not set: start with "
             "torchrun"
         )
-    host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
+    host = os.environ["MASTER_ADDR"]
+    timeout = timedelta(seconds=timeout_s)
     # Else torchrun does.
     listens = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
@@ -100,10 +99,8 @@ def meet_all(launch: Launch, timeout_s: float) -> Store:
         )
         store, hosts = meet(server, launch.rank, launch.world_size, socket.gethostname(), timeout_s)
     except (dist.DistError, ValueError) as error:
-        reason, listener = (
-            str(error).splitlines()[0].rstrip("."),
-            "it" if listens else "rank 0 or torchrun",
-        )
+        reason = str(error).splitlines()[0].rstrip(".")
+        listener = "it" if listens else "rank 0 or torchrun"
         raise UserError(
             f"rank {launch.rank} on {socket.gethostname()} cannot meet the others at "
             f"{host}:{port}, where {listener} should "

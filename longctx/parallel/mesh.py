@@ -89,7 +89,9 @@ class Mesh:
     @property
     def pipeline_rank(self) -> int:
         """Rank of this process in its pipeline; 0 without one."""
-        return 0 if self.pipeline is None else dist.get_rank(self.pipeline)
+        if self.pipeline is None:
+            return 0
+        return dist.get_rank(self.pipeline)
 
     @property
     def stage(self) -> dist.ProcessGroup:
@@ -258,7 +260,8 @@ def make_groups(
     stages = ends = None
     if pipeline > 1:
         columns = numbers.permute(2, 1, 0).reshape(-1, pipeline)
-        stages, ends = _my_group(columns, timeout), _my_group(columns[:, [0, -1]], timeout)
+        stages = _my_group(columns, timeout)
+        ends = _my_group(columns[:, [0, -1]], timeout)
     experts = tokens = None
     if expert is not None or tensor > 1:
         tokens = _my_group(numbers.reshape(pipeline, -1), timeout)
@@ -298,7 +301,8 @@ def _weight_meshes(
     else:
         axes = (*AXES[:2], *COPIES)
         whole = DeviceMesh(device.type, numbers.unflatten(2, (-1, shards)), mesh_dim_names=axes)
-        weights, copies = whole[COPIES], whole[axes[1:]]
+        weights = whole[COPIES]
+        copies = whole[axes[1:]]
         domain = weights._flatten(AXES[2])
     for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
         SET_TIMEOUT(timeout, axis)  # the default of meshes is many minutes
@@ -313,7 +317,8 @@ def _expert_mesh(
     numbers = torch.arange(math.prod(sizes)).view(sizes).permute(0, 3, 1, 2)
     axes: tuple[str, ...] = ("pp", "ep", *EXPERT_COPIES)
     if sizes[1] == 1:
-        numbers, axes = numbers.squeeze(2), ("pp", "ep", EXPERT_COPIES[1])
+        numbers = numbers.squeeze(2)
+        axes = ("pp", "ep", EXPERT_COPIES[1])
     whole = DeviceMesh(
         device.type, numbers.clone(memory_format=torch.contiguous_format), mesh_dim_names=axes
     )

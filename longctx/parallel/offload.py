@@ -46,7 +46,8 @@ class Kept:
         if before is not None and not before.used:
             before.start()
         torch.cuda.current_stream(self.device).wait_event(copied)
-        self.back, self.used = None, True
+        self.back = None
+        self.used = True
         return tensor
 
 
@@ -67,7 +68,9 @@ class Offload:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Kept:
             same = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == storage
-            return self._to_host(tensor) if same else tensor
+            if same:
+                return self._to_host(tensor)
+            return tensor
 
         with saved_tensors_hooks(pack, _from_host):
             return forward(x, *others, **named)
@@ -94,4 +97,6 @@ def _has_stream(tensor: torch.Tensor) -> bool:
 
 
 def _from_host(kept: torch.Tensor | Kept) -> torch.Tensor:
-    return kept if isinstance(kept, torch.Tensor) else kept.take()
+    if isinstance(kept, torch.Tensor):
+        return kept
+    return kept.take()

@@ -60,10 +60,13 @@ class Peers:
         self.position: Callable[[], str] | None = None
         # A connection of its own: one that waits for an answer keeps others waiting.
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
-        self._rank, self._ranks = rank, ranks
-        self._timeout_s, self._interval_s = timeout_s, interval_s
+        self._rank = rank
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._interval_s = interval_s
         self._silent_s = min(SILENT_S, timeout_s / 2)
-        self._number, self._host = 0, socket.gethostname()
+        self._number = 0
+        self._host = socket.gethostname()
         self._answered = time.monotonic()  # when the store did last
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
@@ -105,7 +108,9 @@ class Peers:
             asking = threading.Thread(target=ask, daemon=True)
             asking.start()
             asking.join(ANSWER_S + look_s)
-        return (looks[0], looks[1]) if len(looks) == 2 else None
+        if len(looks) == 2:
+            return (looks[0], looks[1])
+        return None
 
     def report(self, error: str) -> str:
         """Returns what is known of the others as this process ends by `error`: who has fallen
@@ -137,12 +142,14 @@ class Peers:
             rank: (None, time.monotonic()) for rank in watched
         }
         told: set[int] = set()
-        latest, since = self.where(), time.monotonic()
+        latest = self.where()
+        since = time.monotonic()
         try:
             self._put(latest)
             while not self._closing.wait(self._interval_s):
                 self._answered = time.monotonic()
-                position, now = self.where(), time.monotonic()
+                position = self.where()
+                now = time.monotonic()
                 self._put(position)
                 signs = self._read(watched)
                 seen |= {rank: (sign, now) for rank, sign in signs.items() if sign != seen[rank][0]}
@@ -158,7 +165,8 @@ class Peers:
                     self._print(self._silent_said(self._read(silent), sorted(silent)))
                 told = silent
                 if position != latest or self.position is None:
-                    latest, since = position, now
+                    latest = position
+                    since = now
                 elif now - since > STUCK_SHARE * self._timeout_s:
                     since = now
                     self._print(

@@ -36,7 +36,8 @@ from longctx.parallel.timing import Clock
 from longctx.parallel.torch_stage import LeanStage
 from longctx.planning.pipeline import Pipeline
 
-SCHEDULE, COMPUTE = "schedule", "compute"
+SCHEDULE = "schedule"
+COMPUTE = "compute"
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,17 @@ class Stage(nn.Module):
     def __init__(self, model: StagedModel, index: int, layers: range) -> None:
         super().__init__()
         self.index = index
-        self.run, self.embed = model.run, model.embed
+        self.run = model.run
+        self.embed = model.embed
         blocks = dict(model.layers.named_children())
         self.layers = nn.ModuleList(blocks[str(layer)] for layer in layers)
-        self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.spec.layers)
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == len(model.spec.layers)
         if self.is_first or (self.is_last and model.spec.tie_word_embeddings):
             self.embed_tokens = model.embed_tokens
         if self.is_last:
-            self.norm, self.lm_head = model.norm, model.lm_head
+            self.norm = model.norm
+            self.lm_head = model.lm_head
         self.inputs: Callable[[int], Inputs]
         self.micro_batch: int
         """The next one; not an argument, as FSDP would copy it to the GPU, where reading it makes
@@ -88,14 +92,15 @@ class Stage(nn.Module):
         The first stage ignores `hidden`.
         """
         mine = self.inputs(self.micro_batch)
-        x = (
-            self.embed(mine.tokens)
-            if self.is_first
-            else hidden[: len(mine.tokens) // self.tensor_ranks]
-        )
+        if self.is_first:
+            x = self.embed(mine.tokens)
+        else:
+            x = hidden[: len(mine.tokens) // self.tensor_ranks]
         head = mine.head if self.is_last else None
         out = self.run(self.layers, x, mine.positions, mine.attention, head, mine.documents)
-        return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
+        if self.is_last:
+            return out
+        return F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
 
 
 class PipelineRun:
@@ -117,7 +122,10 @@ class PipelineRun:
         dtype: torch.dtype,
     ) -> None:
         assert mesh.pipeline is not None
-        self.model, self.stages, self.pipeline, self.mesh = model, stages, pipeline, mesh
+        self.model = model
+        self.stages = stages
+        self.pipeline = pipeline
+        self.mesh = mesh
         self.group = mesh.pipeline
         self.dtype = dtype
         self.clock = Clock(mesh.device)
@@ -128,7 +136,8 @@ class PipelineRun:
         tensor = mesh.tensor.size()
         self.wire_rows = -(-wire_rows // tensor)
         for stage in stages:
-            stage.wire_rows, stage.tensor_ranks = self.wire_rows, tensor
+            stage.wire_rows = self.wire_rows
+            stage.tensor_ranks = tensor
         self._schedule: tuple[int, Any] | None = None
 
     @property
@@ -141,7 +150,9 @@ class PipelineRun:
         """Parameter that the first stage has too: a tied embedding used as the head; None without
         one."""
         tied = self.has_head and self.model.spec.tie_word_embeddings
-        return next(self.model.lm_head.parameters()) if tied else None
+        if tied:
+            return next(self.model.lm_head.parameters())
+        return None
 
     def idle(self) -> tuple[float, float]:
         """Returns idle seconds of this rank in the last schedule (bubble and waiting for messages),
@@ -167,7 +178,8 @@ class PipelineRun:
         domain must call it with the same number. Losses are 0 on ranks without the head.
         """
         runs = self.pipeline.runs(micro_batches)
-        self.inputs, self.last = {}, None
+        self.inputs = {}
+        self.last = None
 
         def prepare(number: int) -> Inputs:
             if number not in self.inputs:
@@ -203,7 +215,8 @@ class PipelineRun:
         for stage in self.stages:
             stage.inputs = every_input.__getitem__
         scores = [torch.zeros(len(one.tokens), device=self.mesh.device) for one in every_input]
-        place, ranks = self.mesh.pipeline_rank, self.pipeline.ranks
+        place = self.mesh.pipeline_rank
+        ranks = self.pipeline.ranks
         before, after = (
             dist.get_global_rank(self.group, (place + step) % ranks) for step in (-1, 1)
         )
@@ -258,12 +271,11 @@ class PipelineRun:
             ]
             # The last stage computes the loss itself.
             options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
-            chunked = self.pipeline.chunks > 1
-            made = (
-                ScheduleInterleaved1F1B([*stages], runs, **options)
-                if chunked
-                else Schedule1F1B(stages[0], runs, **options)
-            )
+            made: ScheduleInterleaved1F1B | Schedule1F1B
+            if self.pipeline.chunks > 1:
+                made = ScheduleInterleaved1F1B([*stages], runs, **options)
+            else:
+                made = Schedule1F1B(stages[0], runs, **options)
             self._schedule = runs, made
         return self._schedule[1]
 
@@ -294,7 +306,8 @@ class _WatchedStage(LeanStage):
             group=run.group,
             **examples,
         )
-        self.run, self.stage = run, stage
+        self.run = run
+        self.stage = stage
 
     @contextmanager
     def _watch(self, micro_batch: int, what: str) -> Iterator[None]:

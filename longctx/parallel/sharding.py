@@ -99,7 +99,8 @@ def _as_split(weight: nn.Parameter, mesh: Mesh, *, is_expert: bool) -> nn.Parame
     """Returns the description of a sharded weight; the weight itself if neither parallelism splits
     it."""
     assert isinstance(weight, DTensor)
-    whole, shape = mesh.experts if is_expert else mesh.copies, weight.shape
+    whole = mesh.experts if is_expert else mesh.copies
+    shape = weight.shape
     if whole is None or (weight.device_mesh.ndim < whole.ndim and not is_expert):
         return weight
     if is_expert:
@@ -111,7 +112,8 @@ def _as_split(weight: nn.Parameter, mesh: Mesh, *, is_expert: bool) -> nn.Parame
             tensor,
             *(placement if placement.is_replicate() else Shard(0) for placement in sharded),
         ]
-    local, stride = weight.to_local(), weight.stride()
+    local = weight.to_local()
+    stride = weight.stride()
     made = DTensor.from_local(local, whole, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(made, weight.requires_grad)
 
@@ -122,7 +124,9 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def reshard(model: nn.Module) -> None:

@@ -38,7 +38,9 @@ def class_name(index: int) -> str:
     """`1`, `2`, `3–4`, `5–8`, …"""
     high = 1 << index
     low = high // 2 + 1
-    return str(high) if low >= high else f"{low}–{high}"
+    if low >= high:
+        return str(high)
+    return f"{low}–{high}"
 
 
 def by_class(plan: Plan) -> dict[int, tuple[int, int]]:

@@ -45,11 +45,10 @@ def save_plans(panels: Sequence[Panel], source: str, path: Path) -> None:
             figure.text(
                 0.012, 1 - (0.60 + 0.23 * i) / height, line, fontsize=11.5, color=QUIET, va="center"
             )
-        metadata = (
-            {"Description": pictured(panels, source), "Software": None}
-            if path.suffix == ".png"
-            else None
-        )
+        if path.suffix == ".png":
+            metadata = {"Description": pictured(panels, source), "Software": None}
+        else:
+            metadata = None
         figure.savefig(path, metadata=metadata)
 
 
@@ -89,11 +88,10 @@ def _title(panels: Sequence[Panel], source: str) -> list[str]:
     """Returns the headline and the lines below it."""
     plan = panels[-1].plan
     step = f"One training step, {len(plan.lengths):,} documents on {plan.ranks:,} ranks"
-    title = (
-        f"{step}: {speedup} as fast"
-        if (speedup := _speedup(panels))
-        else f"{step}: {plan.makespan_s:.3g} s"
-    )
+    if speedup := _speedup(panels):
+        title = f"{step}: {speedup} as fast"
+    else:
+        title = f"{step}: {plan.makespan_s:.3g} s"
     tokens = (
         f"{sum(plan.lengths):,} tokens, longest document {max(plan.lengths):,}, "
         f"{plan.tokens_per_rank:,} tokens per rank"
@@ -103,9 +101,9 @@ def _title(panels: Sequence[Panel], source: str) -> list[str]:
 
 def _speedup(panels: Sequence[Panel]) -> str:
     """Speedup of the last plan over the first one; empty for a single plan."""
-    return (
-        f"{panels[0].plan.makespan_s / panels[-1].plan.makespan_s:.2f}×" if len(panels) > 1 else ""
-    )
+    if len(panels) > 1:
+        return f"{panels[0].plan.makespan_s / panels[-1].plan.makespan_s:.2f}×"
+    return ""
 
 
 def _mark_gain(axes: Axes, stop_s: float, span_s: float, speedup: str) -> None:

@@ -15,7 +15,12 @@ from longctx.plots.colours import DARK_TEXT_ON, by_class, class_name, colour, de
 from longctx.plots.timeline import Timeline, timeline
 
 MOST_ROWS = 32
-EDGE, RING, SINGLE, IDLE, WAIT, LAUNCH = "▏", "═", "─", "·", "~", "│"
+EDGE = "▏"
+RING = "═"
+SINGLE = "─"
+IDLE = "·"
+WAIT = "~"
+LAUNCH = "│"
 BAR = 24
 
 
@@ -32,7 +37,8 @@ def draw_plan(plan: Plan, console: Console, source: str = "", baseline: Plan | N
 
 
 def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) -> None:
-    tokens, tight_s = sum(plan.lengths), tight_bound_s(plan)
+    tokens = sum(plan.lengths)
+    tight_s = tight_bound_s(plan)
     rounds = [
         p.rounds for placements in plan.micro_batches for p in placements if p.degree > 1
     ] or [1]

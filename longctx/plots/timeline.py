@@ -58,7 +58,9 @@ def timeline(plan: Plan) -> Timeline:
     """Returns the timeline of a plan, which ends at the makespan."""
     result = plan_score(plan)
     attention = result.attention.tolist()
-    blocks, waits, spans = [], [], []
+    blocks = []
+    waits = []
+    spans = []
     now = 0
     for k, placements in enumerate(plan.micro_batches):
         now += result.launch_ns

@@ -28,7 +28,9 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
 
     The run stops after the current step if `stop` has received its signal on any rank. Collective.
     """
-    config, saved, files = run.config, run.checkpoint, run.source.files
+    config = run.config
+    saved = run.checkpoint
+    files = run.source.files
     resumed = saved if run.resumes else None
     max_length = choose_max_length(config, mesh.world_size, resumed, run.data.longest)
     loader = build_loader(run.data.store, config, mesh, max_length)
@@ -47,11 +49,10 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     if run.returns and saved is not None and mesh.world_rank == 0:
         for sentence in set_aside(config.train.run_dir, saved):
             print(f"longctx train: {sentence}", file=sys.stderr)
-    kept = (
-        restore_best(resumed)
-        if resumed is not None and config.checkpoint.best and mesh.world_rank == 0
-        else None
-    )
+    if resumed is not None and config.checkpoint.best and mesh.world_rank == 0:
+        kept = restore_best(resumed)
+    else:
+        kept = None
     trainer.best = mesh.gather_objects(kept)[0]
     if mesh.world_rank == 0:
         trainer.log = begin_folder(run, mesh)
@@ -94,7 +95,8 @@ def check_weights(
 
 def begin_folder(run: Run, mesh: Mesh) -> MetricsLog:
     """Writes settings and model files of a run into its folder, and opens its log."""
-    config, folder = run.config, run.config.train.run_dir
+    config = run.config
+    folder = run.config.train.run_dir
     keep_model_files(folder, run.source, run.data.store)
     computed = computed_by(config, run.source.spec, mesh.device.type)
     header = settings_header(mesh.world_size, computed) + (

@@ -69,12 +69,14 @@ def build_model(
     Returns (the model, None), or in a pipeline (the part of this rank, the PipelineRun that runs
     it).
     """
-    pipeline, position = config.pipeline, mesh.pipeline_rank
+    pipeline = config.pipeline
+    position = mesh.pipeline_rank
     splits = split_layers(source.spec, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
     own_stages = range(position, pipeline.stages, pipeline.ranks)
     with torch.device("meta"):
         model = source.build([layer for index in own_stages for layer in splits[index]])
-    train, on_gpu = config.train, mesh.device.type == "cuda"
+    train = config.train
+    on_gpu = mesh.device.type == "cuda"
     if train.float8 is not None:
         if not isinstance(model, Decoder):
             raise UserError(
@@ -122,7 +124,8 @@ def build_model(
 
 def limit_rows(model: Model, config: Config) -> None:
     """Sets how many rows the experts of a rank compute at once."""
-    train, parallel = config.train, config.parallel
+    train = config.train
+    parallel = config.parallel
     for layer in sparse_layers(model):
         tokens = train.mlp_tile_tokens
         if layer.send is not None:

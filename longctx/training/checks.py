@@ -30,7 +30,8 @@ from longctx.training.saved.export import check_base, check_place
 def check_vocabulary(config: Config, spec: ModelSpec) -> None:
     """Raises UserError if tensor parallelism leaves a rank without entries of the vocabulary."""
     assert spec.vocab_size is not None
-    ranks, entries = config.parallel.tensor_parallel_size, spec.vocab_size
+    ranks = config.parallel.tensor_parallel_size
+    entries = spec.vocab_size
     if leaves_rank_empty(entries, ranks):
         share = -(-entries // ranks)
         divisors = (
@@ -46,7 +47,8 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
 
 def checks_before_joining(run: Run) -> list[Callable[[], object]]:
     """Returns the checks of a run on this rank that need no checkpoint, for `raise_together`."""
-    config, files = run.config, run.source.files
+    config = run.config
+    files = run.source.files
     return [
         partial(check_wandb, config.log.wandb),
         *([] if files is None else [files.require_weights]),
@@ -118,9 +120,11 @@ def check_groups(config: Config, source: ModelSource) -> None:
 
 
 def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: str) -> None:
-    entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
+    entries = store.tokenizer.vocab_size
+    embedded = source.spec.vocab_size
     theirs = _own_tokenizer(source.files.folder) if source.files is not None else None
-    ours, new = store.tokenizer.text, config.model.new_tokens or []
+    ours = store.tokenizer.text
+    new = config.model.new_tokens or []
     if lacking := [token for token in new if token not in added_tokens(ours)]:
         raise UserError(
             f"model.new_tokens has {', '.join(lacking)}, which the tokenizer of {config.data.said} "
@@ -168,7 +172,9 @@ def _own_tokenizer(folder: Path) -> str | None:
     try:
         return Pretrained.load(str(folder)).tokenizer.text
     except TokenizerError:  # it has no end of documents, or is not one for transformers
-        return (folder / TOKENIZER).read_text("utf-8") if (folder / TOKENIZER).is_file() else None
+        if (folder / TOKENIZER).is_file():
+            return (folder / TOKENIZER).read_text("utf-8")
+        return None
 
 
 def check_beginning(run: Run) -> list[str]:
@@ -177,7 +183,9 @@ def check_beginning(run: Run) -> list[str]:
     Raises UserError if the checkpoint cannot be continued, or if the export at the end of the run
     would find no place.
     """
-    config, saved, out = run.config, run.checkpoint, run.config.checkpoint.export
+    config = run.config
+    saved = run.checkpoint
+    out = run.config.checkpoint.export
     changes = [] if saved is None else changes_of_optimizer(config, saved.run, resumes=run.resumes)
     done = run.resumes and saved is not None and saved.step >= config.train.steps
     if out is not None and not done:
@@ -189,7 +197,8 @@ def check_beginning(run: Run) -> list[str]:
 
 def notes_on(config: Config, device: torch.device) -> list[str]:
     """Returns notes on settings that have no effect or are changed."""
-    notes, on_gpu = [], device.type == "cuda"
+    notes = []
+    on_gpu = device.type == "cuda"
     if not on_gpu and (config.train.offload_activations or config.train.offload_optimizer):
         notes.append("offloading has no effect: on a CPU everything is in host memory already")
     if on_gpu and config.dtype == "float32":
@@ -258,4 +267,6 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
         former = before.get(section, {}).get(key, value)
         if former != value:
             changes.append(f"{setting} is {yaml_text(value)}, was {yaml_text(former)}")
-    return [f"resumed with other settings: {'; '.join(changes)}"] if changes and resumes else []
+    if changes and resumes:
+        return [f"resumed with other settings: {'; '.join(changes)}"]
+    return []

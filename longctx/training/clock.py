@@ -11,7 +11,9 @@ from torch.profiler import record_function
 from longctx.attention.exchange import Exchange, Pending
 from longctx.parallel.timing import Clock
 
-ATTENTION, EXCHANGE, OPTIMIZER = "attention", "exchange", "optimizer"
+ATTENTION = "attention"
+EXCHANGE = "exchange"
+OPTIMIZER = "optimizer"
 
 
 class StepClock(Clock):

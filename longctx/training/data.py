@@ -42,9 +42,10 @@ class RunData:
         differ."""
         opened = [Store.open(path) for path in config.data.paths]
         validated = config.eval.every is not None and config.eval.store is not None
-        validation = (
-            Store.open(config.eval.store) if validated and config.eval.store is not None else None
-        )
+        if validated and config.eval.store is not None:
+            validation = Store.open(config.eval.store)
+        else:
+            validation = None
         if config.data.store is not None:
             return cls(opened[0], validation)
         stores = config.data.stores or ()
@@ -87,11 +88,10 @@ def choose_max_length(
     if needed > capacity:
         count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
         least = _budget_for(config, needed, world_size)
-        way_out = (
-            f"set it to {least}"
-            if least
-            else f"give context.bins an entry of {needed} tokens or more"
-        )
+        if least:
+            way_out = f"set it to {least}"
+        else:
+            way_out = f"give context.bins an entry of {needed} tokens or more"
         raise ConfigError(
             f"{resume_from.folder} was trained on documents of at most {previous} tokens, but "
             f"{count} with "
@@ -111,7 +111,9 @@ def _budget_for(config: Config, length: int, world_size: int) -> int | None:
 
     step = padding(config)
     budgets = range(0, length + step, step)
-    return budgets[bisect_left(budgets, True, key=holds)] if holds(budgets[-1]) else None
+    if holds(budgets[-1]):
+        return budgets[bisect_left(budgets, True, key=holds)]
+    return None
 
 
 def padding(config: Config) -> int:
@@ -139,7 +141,8 @@ def make_planner(
 
     `profile` must be scaled to the run's model, parallel sizes and exchange, see `run_profile`.
     """
-    context, spec = config.context, config.model_source().spec
+    context = config.context
+    spec = config.model_source().spec
     return partial(
         make_plan,
         ranks=ranks,
@@ -191,10 +194,14 @@ def steps_of_epochs(epochs: float, steps: Sampler) -> int:
     A step has more than its tokens: it takes whole documents.
     """
     pieces = math.ceil(epochs * steps.pieces)
-    count, cursor = 0, steps.start
+    count = 0
+    cursor = steps.start
     while cursor < min(pieces, COUNTED):
-        cursor, count = steps.step(cursor)[1], count + 1
-    return math.ceil(pieces / cursor * count) if cursor < pieces else count
+        cursor = steps.step(cursor)[1]
+        count += 1
+    if cursor < pieces:
+        count = math.ceil(pieces / cursor * count)
+    return count
 
 
 def with_steps(config: Config, store: Store, ranks: int) -> Config:
@@ -214,10 +221,8 @@ def first_plans(
     """Yields the plans of the first `steps` steps of a run on `ranks` processes; with `static` at
     the best static degree."""
     profile = run_profile(config, ranks, store.tokenizer.vocab_size).profile
-    planner, merging = (
-        make_planner(config, config.domain(ranks), profile, static=static),
-        make_merging(config, ranks),
-    )
+    planner = make_planner(config, config.domain(ranks), profile, static=static)
+    merging = make_merging(config, ranks)
     steps_of = steps_of_run(config, store, ranks)
     cursor = steps_of.start
     for _ in range(steps):
@@ -227,7 +232,9 @@ def first_plans(
 
 def mix_lines(config: Config, steps: Steps, count: int) -> list[str]:
     """Returns one line per store on its share of `count` steps; no lines for a single store."""
-    return steps.lines(count * config.batch.global_tokens) if isinstance(steps, Mixture) else []
+    if isinstance(steps, Mixture):
+        return steps.lines(count * config.batch.global_tokens)
+    return []
 
 
 @dataclass(frozen=True)

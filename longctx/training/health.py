@@ -23,7 +23,9 @@ class FiniteLoss:
     """Counts the last steps in a row without an update, because loss or gradient was not finite."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        self.config, self.mesh, self.skipped = config, mesh, 0
+        self.config = config
+        self.mesh = mesh
+        self.skipped = 0
 
     def check(self, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> bool:
         """Returns whether loss and gradient of a step are finite; names the documents of the
@@ -49,9 +51,10 @@ class FiniteLoss:
         documents = f"Documents in the affected micro-batches: {', '.join(names[:20])}{more}"
         if self.config.train.on_nonfinite == "stop" or self.skipped > MOST_SKIPPED:
             before = f", after {MOST_SKIPPED} skipped steps" if self.skipped > MOST_SKIPPED else ""
-            intact = (
-                "" if self.config.checkpoint.every is None else "; the last checkpoint is intact"
-            )
+            if self.config.checkpoint.every is None:
+                intact = ""
+            else:
+                intact = "; the last checkpoint is intact"
             raise NonFiniteLoss(
                 f"{what}{before}{intact}. {documents}. Check these documents, or lower "
                 "optimizer.learning_rate"

@@ -121,7 +121,9 @@ class StepMetrics:
             and every number with a
                 reduction over ranks.
         """
-        plan, padded, computed = batch.plan, float(ranks["rows"].sum()), sum(batch.plan.lengths)
+        plan = batch.plan
+        padded = float(ranks["rows"].sum())
+        computed = sum(batch.plan.lengths)
         reductions = {
             each.name: over
             for each in fields(cls)
@@ -161,23 +163,24 @@ class StepMetrics:
         degrees = " ".join(f"{degree}:{count}" for degree, count in self.degrees.items())
         mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
         in_pipeline = self.predicted_bubble_share > 0
-        bubble = (
-            f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) "
-            if in_pipeline
-            else ""
-        )
-        validated = (
-            ""
-            if self.validation_loss is None
-            else f"\n  validation loss {self.validation_loss:.3f} "
-        )
+        if in_pipeline:
+            bubble = (
+                f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) "
+            )
+        else:
+            bubble = ""
+        if self.validation_loss is None:
+            validated = ""
+        else:
+            validated = f"\n  validation loss {self.validation_loss:.3f} "
         if validated:
             validated += f"on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
         marked = " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
-        merged = (
-            "" if not self.computed_tokens else f"merged {self.tokens / self.computed_tokens:.2f}x "
-        )
+        if not self.computed_tokens:
+            merged = ""
+        else:
+            merged = f"merged {self.tokens / self.computed_tokens:.2f}x "
         learned = f"loss {self.loss:.3f} grad_norm {self.grad_norm:.2f}"
         return (
             f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr "
@@ -213,7 +216,9 @@ def _of_experts(sums: Mapping[str, float], layers: float) -> dict[str, float | N
 
 
 def _short(number: float) -> str:
-    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+    if number >= 1000:
+        return f"{number / 1000:.1f}k"
+    return f"{number:.0f}"
 
 
 # --- model FLOP utilisation: what an ideal implementation computes, as a share of the peak of the
@@ -265,7 +270,9 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     if kind is None:
         return None
     bfloat16, float32 = PEAK_FLOPS[kind]
-    return bfloat16 if dtype == "bfloat16" else float32
+    if dtype == "bfloat16":
+        return bfloat16
+    return float32
 
 
 class MetricsLog:
@@ -277,7 +284,8 @@ class MetricsLog:
         removed."""
         folder = config.train.run_dir
         self.path = folder / LOG
-        self._every, self._shown = config.log.every, {after_step + 1, config.train.steps}
+        self._every = config.log.every
+        self._shown = {after_step + 1, config.train.steps}
         lines = list(read_log(self.path))
         kept = [line for step, line in lines if step is not None and step["step"] <= after_step]
         # A kill may cut the last one short.
@@ -292,11 +300,10 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
-        self.wandb_run = (
-            None
-            if config.log.wandb is None
-            else _start_wandb(config, config.log.wandb, resumes=after_step > 0)
-        )
+        if config.log.wandb is None:
+            self.wandb_run = None
+        else:
+            self.wandb_run = _start_wandb(config, config.log.wandb, resumes=after_step > 0)
 
     def write(self, metrics: StepMetrics) -> None:
         notable = metrics.skipped or metrics.validation_loss is not None

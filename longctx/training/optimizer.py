@@ -162,16 +162,13 @@ def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
 
     A warm-up longer than the run is shortened to it.
     """
-    peak, ratio, schedule = (
-        settings.learning_rate,
-        settings.min_learning_rate_ratio,
-        settings.schedule,
-    )
-    warmup = (
-        settings.warmup_steps
-        if settings.warmup_ratio is None
-        else round(settings.warmup_ratio * steps)
-    )
+    peak = settings.learning_rate
+    ratio = settings.min_learning_rate_ratio
+    schedule = settings.schedule
+    if settings.warmup_ratio is None:
+        warmup = settings.warmup_steps
+    else:
+        warmup = round(settings.warmup_ratio * steps)
     warmup = min(warmup, steps)
     if step <= warmup:
         return peak * step / warmup
@@ -179,7 +176,8 @@ def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
         return peak
     if schedule == "inverse_sqrt":
         return peak * max(ratio, math.sqrt(max(1, warmup) / step))
-    begin, decay = warmup, DECAYS["linear" if schedule == "wsd" else schedule]
+    begin = warmup
+    decay = DECAYS["linear" if schedule == "wsd" else schedule]
     if schedule == "wsd":
         begin = max(warmup, steps - round(settings.decay_share * steps))
     progress = (step - begin) / max(1, steps - begin)
@@ -210,11 +208,10 @@ def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
     replicas count once."""
     counted = [local_part(tensor) for tensor in tensors if muon.is_first_copy(tensor)]
     # In float32 a CPU sums naively: over 10⁸ numbers the norm would be 2 % too small.
-    squares = (
-        torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum()
-        if counted
-        else torch.zeros(())
-    )
+    if counted:
+        squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum()
+    else:
+        squares = torch.zeros(())
     return float(squares)
 
 

@@ -44,7 +44,8 @@ class Passes:
     """
 
     def __init__(self, config: Config, mesh: Mesh, source: ModelSource) -> None:
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         self.model, self.pipeline = build_model(source, config, mesh)
         self.clock = StepClock(mesh.device)
         self.balance = Balance.of(self.model, config, mesh)
@@ -54,7 +55,8 @@ class Passes:
     def begin(self, task: str, place: Callable[[], str] = str) -> None:
         """Says what this rank does from now on. `place` is called by another thread, also while
         what it reads changes."""
-        self.task, self.place = task, place
+        self.task = task
+        self.place = place
 
     def position(self) -> str:
         """Returns what this rank does: its task, and the micro-batch, layer and pass."""
@@ -70,7 +72,8 @@ class Passes:
 
         def inputs(number: int) -> Inputs:
             self.place = lambda: f"micro-batch {number}"
-            labels, device = batch.micro_batches[number].labels, self.mesh.device
+            labels = batch.micro_batches[number].labels
+            device = self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
             head = partial(log_probabilities, labels=copy_to(labels, device), rows=rows)
             return replace(self.inputs(batch, StepWeights(1.0), number), head=head)
@@ -162,17 +165,16 @@ class Passes:
             rows=None if rows is None else copy_to(rows, device),
             compiled=self.config.compiles(device.type, self.model.spec),
         )
-        tokens, positions = (
-            copy_to(micro_batch.tokens, device),
-            copy_to(micro_batch.positions, device),
-        )
+        tokens = copy_to(micro_batch.tokens, device)
+        positions = copy_to(micro_batch.positions, device)
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
         return Inputs(
             micro_batch_name(batch, number), tokens, positions, attention, head, documents
         )
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
-        plan, layout = batch.plan, micro_batch.layout
+        plan = batch.plan
+        layout = micro_batch.layout
         return self.model.attention(
             make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock)
         )

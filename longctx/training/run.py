@@ -41,7 +41,8 @@ class Run:
         """Prepares the device, and opens the stores and the model's files. Raises UserError if one
         cannot be used."""
         launch = Launch.read()
-        device, data = prepare_device(config.train.device, launch), RunData.open(config)
+        device = prepare_device(config.train.device, launch)
+        data = RunData.open(config)
         config = with_steps(config, data.store, launch.world_size)
         return cls(config, launch, device, data, config.model_source(data.vocab_size), **others)
 

@@ -103,11 +103,10 @@ def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None
     section = "describes" if "describes" in values else "measured"
     content = values.get(section)
     if section == "measured":
-        content = (
-            {name: content[name] for name in Described.model_fields if name in content}
-            if isinstance(content, dict)
-            else {}
-        )
+        if isinstance(content, dict):
+            content = {name: content[name] for name in Described.model_fields if name in content}
+        else:
+            content = {}
         if "model" not in content:
             return profile, None
     try:
@@ -208,9 +207,10 @@ def scaled_profile(
     # all of one domain.
     node = None if started is None else math.gcd(started, ranks // config.pipeline.ranks)
     if described is None:
-        profile = (
-            profile if node is None else replace(profile, ranks_per_node=max(1, node // tensor))
-        )
+        if node is None:
+            profile = profile
+        else:
+            profile = replace(profile, ranks_per_node=max(1, node // tensor))
         return _unscaled(name, profile, *lines)
     spec = _with_vocabulary(spec, described)
     work = work_of(
@@ -283,9 +283,9 @@ def preset_profile(
     work = described.work_of(spec, pipeline=pipeline, tokens_per_rank=tokens_per_rank, gpus=gpus)
     what = (preset or "its model") + " in a pipeline" * (pipeline.ranks > 1)
     scaled = _scaled(name, profile, described, work, what)
-    return (
-        scaled if scaled.profile == profile else replace(scaled, name=f"{name}, scaled to {what}")
-    )
+    if scaled.profile == profile:
+        return scaled
+    return replace(scaled, name=f"{name}, scaled to {what}")
 
 
 def own_device(config: Config) -> tuple[torch.device, str | None]:
@@ -312,15 +312,15 @@ def default_profile(device: str, gpu: str | None) -> str:
     described = {name: read_described(name)[1] for name in shipped_profiles()}
     kinds = {each.gpu: name for name, each in described.items() if each is not None and each.gpu}
     named = [kind for kind in kinds if re.search(rf"\b{kind}\b", gpu or "")]
-    return kinds[max(named, key=len)] if named else UNKNOWN_GPU
+    if named:
+        return kinds[max(named, key=len)]
+    return UNKNOWN_GPU
 
 
 def _with_vocabulary(spec: ModelSpec, described: Described) -> ModelSpec:
-    return (
-        spec
-        if spec.vocab_size is not None
-        else replace(spec, vocab_size=described.model.vocab_size)
-    )
+    if spec.vocab_size is not None:
+        return spec
+    return replace(spec, vocab_size=described.model.vocab_size)
 
 
 def _unscaled(name: str, profile: HardwareProfile, *lines: str) -> RunProfile:
@@ -349,10 +349,10 @@ def _doubts(
 ) -> list[str]:
     """Returns warnings if predicted times may be far off, as speeds are not scaled to other devices
     or dtypes."""
-    doubts, fix = (
-        [],
+    doubts = []
+    fix = (
         "speeds are not scaled, so predicted times are unreliable: measure a profile with `longctx "
-        "calibrate`",
+        "calibrate`"
     )
     if described.device != device:
         doubts.append(f"profile {name} is for {described.device}, but this run is on {device}")

@@ -46,7 +46,8 @@ class StopSignal:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _receive(self, number: int, frame: object) -> None:
-        self.received, self.number = True, signal.Signals(number)
+        self.received = True
+        self.number = signal.Signals(number)
         if number == signal.SIGINT:
             # A second SIGINT ends the process without waiting for the step.
             self.release_interrupts()

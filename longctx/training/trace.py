@@ -17,7 +17,8 @@ def parse_steps(text: str) -> range:
     """Parses `10:12` as steps 10, 11 and 12, and `10` as that step. Raises UserError for anything
     else."""
     first, colon, last = text.partition(":")
-    start, end = whole_number(first), whole_number(last if colon else first)
+    start = whole_number(first)
+    end = whole_number(last if colon else first)
     if start and end and start <= end:
         return range(start, end + 1)
     raise UserError(
@@ -48,12 +49,10 @@ class Tracer:
     """
 
     def __init__(self, steps: range, folder: Path, rank: int, model: Model) -> None:
-        self.steps, self.rank, self.path, self.model = (
-            steps,
-            rank,
-            folder / f"rank-{rank:03d}.json",
-            model,
-        )
+        self.steps = steps
+        self.rank = rank
+        self.path = folder / f"rank-{rank:03d}.json"
+        self.model = model
         self.running: profile | None = None
 
     def before(self, step: int) -> None:

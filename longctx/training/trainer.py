@@ -69,7 +69,10 @@ class Trainer:
             loader: steps to train on; None if batches are passed to `step`.
             stop: signal after which the run ends.
         """
-        self.config, self.mesh, self.loader, self.stop = config, mesh, loader, stop or StopSignal()
+        self.config = config
+        self.mesh = mesh
+        self.loader = loader
+        self.stop = stop or StopSignal()
         self.passes = Passes(config, mesh, source)
         self.model = self.passes.model
         self.optimizer = make_optimizer(self.model, config.optimizer, mesh.device, mesh.stage)
@@ -78,7 +81,8 @@ class Trainer:
         self.tracer: Tracer | None = None
         self.base: Mapping[str, str] | None = None
         self.best: Mapping[str, float] | None = None
-        self.steps_done, self.stopping = 0, False
+        self.steps_done = 0
+        self.stopping = False
         self.finite = FiniteLoss(config, mesh)
         self.saver = Saver(
             config.train.run_dir,
@@ -125,11 +129,9 @@ class Trainer:
                     self.saver.advance()
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
-                improved, last, every = (
-                    False,
-                    self.steps_done == self.config.train.steps,
-                    self.config.checkpoint.every,
-                )
+                improved = False
+                last = self.steps_done == self.config.train.steps
+                every = self.config.checkpoint.every
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
                     validation = self.validator.validate()
@@ -180,7 +182,8 @@ class Trainer:
             raise
 
     def _step(self, batch: StepBatch | None) -> StepMetrics:
-        started, passes = time.perf_counter(), self.passes
+        started = time.perf_counter()
+        passes = self.passes
         passes.begin("reading data")
         if batch is None:
             assert self.loader is not None
@@ -213,7 +216,8 @@ class Trainer:
         self.steps_done = batch.step
         if batch.step % agreement.EVERY == 0:
             agreement.require_same_copies(self.model, batch.step, self.mesh.control)
-        self.stopping, self._written = bool(ranks["stop"].any()), bool(ranks["written"].all())
+        self.stopping = bool(ranks["stop"].any())
+        self._written = bool(ranks["written"].all())
         seconds = time.perf_counter() - started
         known = {
             "grad_norm": grad_norm,
@@ -255,7 +259,8 @@ class Trainer:
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
         """Returns the model FLOP utilization of a step; None if the devices' peak FLOP/s is not
         known."""
-        peak, device = self.config.train.peak_flops, self.mesh.device
+        peak = self.config.train.peak_flops
+        device = self.mesh.device
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device), self.config.dtype)
         if peak is None:
@@ -274,7 +279,8 @@ class Trainer:
         rank, as the plan's hash comes along; otherwise the next step compares the hashes itself.
         Each takes 0.1 s at a thousand ranks, with idle GPUs.
         """
-        passes, counts = self.passes, self.mesh.counts
+        passes = self.passes
+        counts = self.mesh.counts
         spent = passes.clock.take()
         idle_s, idle_share = passes.pipeline.idle() if passes.pipeline is not None else (0.0, 0.0)
         next_hash = None if self.loader is None else self.loader.next_hash()
@@ -308,4 +314,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024

@@ -57,11 +57,10 @@ class Documents:
         Raises UserError if there are none, or if some are too long and `data.long_documents` is
         error.
         """
-        chosen = (
-            np.ones(len(store), np.bool_)
-            if held_out_share is None
-            else held_out(store.names, held_out_share)
-        )
+        if held_out_share is None:
+            chosen = np.ones(len(store), np.bool_)
+        else:
+            chosen = held_out(store.names, held_out_share)
         if not chosen.any():
             raise UserError(
                 f"data.held_out is {held_out_share}, which holds out no document of {store.said} "
@@ -77,7 +76,8 @@ class Documents:
             long_documents=config.data.long_documents,
             left_out=~chosen,
         )
-        tokens, multiple = config.batch.global_tokens, padding(config)
+        tokens = config.batch.global_tokens
+        multiple = padding(config)
         return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long)
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
@@ -97,7 +97,8 @@ def in_steps(pieces: Iterable[Piece], tokens: int) -> Iterator[list[Piece]]:
         held += piece.length
         if held >= tokens:
             yield waiting
-            waiting, held = [], 0
+            waiting = []
+            held = 0
     if waiting:
         yield waiting
 
@@ -108,7 +109,8 @@ def validation_documents(config: Config, data: RunData, max_length: int) -> Docu
 
     Raises UserError if there are none, or if they were made with another tokenizer.
     """
-    training, store = data.store, data.validation
+    training = data.store
+    store = data.validation
     if store is None:
         return Documents.choose(
             config, training, max_length, config.eval.documents, config.data.held_out
@@ -133,9 +135,13 @@ class Validator:
         """Returns numbers of `StepMetrics`, with the mean loss over all targets, the same on each
         rank. Collective."""
         began = time.perf_counter()
-        mesh, total, divisor, targets = self.passes.mesh, 0.0, 0.0, 0
+        mesh = self.passes.mesh
+        total = 0.0
+        divisor = 0.0
+        targets = 0
         for batch in self.documents.steps(self.planner, mesh):
-            values, weights = self.passes.look(batch), token_mean(batch)
+            values = self.passes.look(batch)
+            weights = token_mean(batch)
             for number, value in enumerate(values if mesh.counts else ()):
                 of_tokens = None if weights.tokens is None else weights.tokens[number]
                 total -= float(

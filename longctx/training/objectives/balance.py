@@ -40,10 +40,12 @@ class Balance:
     @classmethod
     def of(cls, model: Model, config: Config, mesh: Mesh) -> "Balance":
         """Sets the factors of the losses in all routers of the model."""
-        settings, routers = config.balance, model.routers() if mesh.tokens is not None else []
+        settings = config.balance
+        routers = model.routers() if mesh.tokens is not None else []
         for router in routers:
             assert mesh.tokens is not None
-            router.document_loss, router.z_loss = settings.document_loss, settings.z_loss
+            router.document_loss = settings.document_loss
+            router.z_loss = settings.z_loss
             router.begin_sum = partial(_begin_sum, mesh.tokens)
         return cls(routers, config.bias_rate, mesh)
 
@@ -58,11 +60,10 @@ class Balance:
                 "sequence: set balance.document_loss "
                 "and balance.z_loss to 0, or use documents without merged prefixes"
             )
-        placed = (
-            plan.micro_batches[layout.micro_batch]
-            if layout.micro_batch < len(plan.micro_batches)
-            else ()
-        )
+        if layout.micro_batch < len(plan.micro_batches):
+            placed = plan.micro_batches[layout.micro_batch]
+        else:
+            placed = ()
         tensor = self.mesh.tensor.size()  # whose ranks have parts of all documents
         split = sorted(placement.document for placement in placed if placement.degree * tensor > 1)
         known = {document: place for place, document in enumerate(split)}
@@ -87,7 +88,8 @@ class Balance:
     def _sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns counts [layers, experts] and losses [layers, 2] of the step over all ranks, and
         clears them. Collective."""
-        device, experts = self.mesh.device, self.routers[0].experts
+        device = self.mesh.device
+        experts = self.routers[0].experts
         none = (
             torch.zeros(experts, dtype=torch.int64, device=device),
             torch.zeros(2, dtype=torch.float64, device=device),

@@ -28,7 +28,9 @@ Rows = slice | torch.Tensor
 def tokens_at_once(compiled: bool) -> int:
     """Returns the default number of rows of logits in memory at a time: more if what follows is
     fused."""
-    return 4 * CHUNK_TOKENS if compiled else CHUNK_TOKENS
+    if compiled:
+        return 4 * CHUNK_TOKENS
+    return CHUNK_TOKENS
 
 
 def _scores(logits: torch.Tensor) -> torch.Tensor:
@@ -104,16 +106,18 @@ class _Chunk:
         valid = labels != IGNORED_LABEL
         targets = (labels - first).where(valid, 0).unsqueeze(-1)
         # The target is an entry of exactly one rank; other ranks read entry 0 and discard it.
-        is_own = (
-            valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
-        )
+        if part is None:
+            is_own = valid.unsqueeze(-1)
+        else:
+            is_own = (targets >= 0) & (targets < weight.shape[0])
         targets = targets.where(is_own, 0)
         logits = F.linear(hidden, weight)
         log_total, target_logits = _run(_log_total, compiled, logits, targets)
         target_logits = target_logits.where(is_own.squeeze(1), 0)
         if part is not None:
             gathered = part.gather(torch.stack([log_total, target_logits]))
-            log_total, target_logits = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
+            log_total = gathered[:, 0].logsumexp(0)
+            target_logits = gathered[:, 1].sum(0)
         return cls(logits, log_total, target_logits, targets, is_own)
 
     def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, compiled: bool) -> torch.Tensor:
@@ -143,16 +147,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for_hidden, for_weight, *_ = ctx.needs_input_grad
         hidden_gradient = torch.zeros_like(hidden) if for_hidden else None
         # Summed over chunks in float32, whatever the dtype of the weight.
-        weight_gradient = (
-            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-            if for_weight
-            else None
-        )
-        divided_by = (
-            divisor.to(counts)
-            if isinstance(divisor, torch.Tensor)
-            else counts.new_full((), divisor)
-        )
+        if for_weight:
+            weight_gradient = torch.zeros_like(
+                weight, dtype=torch.promote_types(weight.dtype, torch.float32)
+            )
+        else:
+            weight_gradient = None
+        if isinstance(divisor, torch.Tensor):
+            divided_by = divisor.to(counts)
+        else:
+            divided_by = counts.new_full((), divisor)
         for rows in chunks:
             chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, compiled)
             counted = counts[rows]
@@ -275,7 +279,9 @@ def rows_with_labels(labels: torch.Tensor) -> torch.Tensor | None:
     Skipping the other rows pays: the head costs as much as several layers of a small model.
     """
     rows = labelled_rows(labels)
-    return rows if len(rows) < FEW_LABELS * len(labels) else None
+    if len(rows) < FEW_LABELS * len(labels):
+        return rows
+    return None
 
 
 def _chunks(tokens: int, rows: torch.Tensor | None, chunk_tokens: int) -> Sequence[Rows]:

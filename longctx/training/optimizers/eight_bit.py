@@ -20,7 +20,8 @@ from longctx.planning.cost.eight_bit import BLOCK, blocks_of_row, cuts_blocks, i
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Names of the moments, and whether they have a sign."""
-CODES, SCALE = ".codes", ".scale"
+CODES = ".codes"
+SCALE = ".scale"
 
 
 class EightBit(torch.optim.Optimizer):
@@ -70,7 +71,9 @@ class EightBit(torch.optim.Optimizer):
             return
         moments = [_moment(state, name, signed) for name, signed in MOMENTS.items()]
         update = _compiled() if weight.is_cuda else _adamw
-        betas, decay, eps = group["betas"], group["weight_decay"], group["eps"]
+        betas = group["betas"]
+        decay = group["weight_decay"]
+        eps = group["eps"]
         update(
             weight,
             gradient,
@@ -96,7 +99,9 @@ def _check_part(parameter: nn.Parameter) -> None:
     """Raises UserError if tensor parallelism cuts blocks of a matrix."""
     if not (isinstance(parameter, DTensor) and in_8_bits(parameter.shape)):
         return
-    columns, last, ranks = parameter.shape[-1], parameter.dim() - 1, 1
+    columns = parameter.shape[-1]
+    last = parameter.dim() - 1
+    ranks = 1
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
         ranks *= size if placement.is_shard(last) else 1
     if cuts_blocks(columns, ranks):
@@ -115,7 +120,8 @@ def _zeros(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         if not in_8_bits(parameter.shape):
             state[name] = torch.zeros_like(parameter)
             continue
-        local, whole = local_part(parameter), parameter.shape
+        local = local_part(parameter)
+        whole = parameter.shape
         codes = torch.zeros_like(local, dtype=torch.uint8)
         scale = torch.zeros(*local.shape[:-1], blocks_of_row(local.shape[-1]), device=local.device)
         scales = torch.Size((*whole[:-1], blocks_of_row(whole[-1])))
@@ -129,7 +135,8 @@ def _like(parameter: nn.Parameter, local: torch.Tensor, shape: torch.Size) -> to
     part `local`."""
     if not isinstance(parameter, DTensor):
         return local
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -141,7 +148,8 @@ Moment = tuple[torch.Tensor, ...]
 def _moment(state: dict[str, torch.Tensor], name: str, signed: bool) -> Moment:
     if name in state:
         return (local_part(state[name]),)
-    codes, scale = local_part(state[name + CODES]), local_part(state[name + SCALE])
+    codes = local_part(state[name + CODES])
+    scale = local_part(state[name + SCALE])
     return codes, scale, _code_values(signed, codes.device)
 
 
@@ -184,11 +192,13 @@ def _read(moment: Moment) -> torch.Tensor:
     if len(moment) == 1:
         return moment[0]
     codes, scale, values = moment
-    read = []
+    read: list[torch.Tensor] = []
     for part, its_scale in _parts(codes, scale):
         scaled = values[part.int()].unflatten(-1, (its_scale.shape[-1], -1))
         read.append((scaled * its_scale.unsqueeze(-1)).flatten(-2))
-    return torch.cat(read, -1) if len(read) > 1 else read[0]
+    if len(read) > 1:
+        return torch.cat(read, -1)
+    return read[0]
 
 
 def _write(moment: Moment, value: torch.Tensor) -> None:

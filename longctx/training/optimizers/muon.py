@@ -76,10 +76,14 @@ class Muon(torch.optim.AdamW):
         **settings: Any,
     ) -> None:
         super().__init__(groups, **settings)
-        self.matrices, self.ranks, self.device = list(matrices), ranks, device
-        self.rank, shards = 0, [[_place(parameter) for parameter in matrices]]
+        self.matrices = list(matrices)
+        self.ranks = ranks
+        self.device = device
+        self.rank = 0
+        shards = [[_place(parameter) for parameter in matrices]]
         if ranks is not None:
-            self.rank, mine = ranks.rank(), shards[0]
+            self.rank = ranks.rank()
+            mine = shards[0]
             shards = [[] for _ in range(ranks.size())]
             dist.all_gather_object(shards, mine, group=ranks)
         self.turns = _turns(_matrices(matrices, shards), len(shards))
@@ -101,7 +105,8 @@ class Muon(torch.optim.AdamW):
         for owned in self.turns:
             for matrix, part, update in self._updates(owned, directions):
                 parameter = self.matrices[matrix.parameter]
-                group, weight = group_of[parameter], _rows(parameter)[part.in_shard]
+                group = group_of[parameter]
+                weight = _rows(parameter)[part.in_shard]
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 rate = _adjust_lr(group["lr"], "match_rms_adamw", torch.Size(matrix.shape))
                 weight.add_(update.view_as(weight).to(weight.device), alpha=-rate)
@@ -128,7 +133,8 @@ class Muon(torch.optim.AdamW):
     ) -> Iterable[tuple[Matrix, Part, torch.Tensor]]:
         """Returns this rank's parts of the updates of the matrices that each rank has `owned` in a
         turn. Collective."""
-        mine, here = owned[self.rank], [_parts(matrices, self.rank) for matrices in owned]
+        mine = owned[self.rank]
+        here = [_parts(matrices, self.rank) for matrices in owned]
         leaving = [
             [directions[matrix.parameter][part.in_shard] for matrix, part in parts if part.sent]
             for parts in here
@@ -214,7 +220,8 @@ def _matrices(
             parts = {}
             for rank, places in enumerate(shards):
                 row, column, rows, columns, sent = places[number]
-                begin, end = max(first, row), min(first + shape[0], row + rows)
+                begin = max(first, row)
+                end = min(first + shape[0], row + rows)
                 if begin < end and columns:
                     in_matrix = slice(begin - first, end - first), slice(column, column + columns)
                     in_shard = slice(begin - row, end - row), slice(0, columns)
@@ -226,7 +233,8 @@ def _matrices(
 def _turns(matrices: Sequence[Matrix], ranks: int) -> list[list[list[Matrix]]]:
     """Assigns each matrix to an owner, and to a turn in which its owner gathers it:
     [turns][ranks][matrices]."""
-    work, held = [0] * ranks, [0] * ranks
+    work = [0] * ranks
+    held = [0] * ranks
     turns: list[list[list[Matrix]]] = []
     for matrix in sorted(matrices, key=lambda matrix: -orthogonalisation(matrix.shape)):
         owner = min(matrix.parts, key=lambda rank: (work[rank], rank))

@@ -35,8 +35,10 @@ from longctx.checksums import check_files, damage, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
-STATE, WITHOUT_MOMENTS = "state.json", "without_moments"
-EARLIER, PREVIOUS = "to use an earlier checkpoint", "to --resume from the previous checkpoint"
+STATE = "state.json"
+WITHOUT_MOMENTS = "without_moments"
+EARLIER = "to use an earlier checkpoint"
+PREVIOUS = "to --resume from the previous checkpoint"
 START_ANEW = "Restore one of them, or move the folder away to start from scratch"
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 """Keys the optimizer state by parameter name, independent of the number of ranks."""
@@ -81,7 +83,9 @@ class Checkpoint:
 def because(damaged: Sequence[str]) -> str:
     """Returns messages on checkpoints that cannot be used, in brackets; nothing without
     messages."""
-    return f" ({'; '.join(damaged)})" if damaged else ""
+    if damaged:
+        return f" ({'; '.join(damaged)})"
+    return ""
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -204,11 +208,9 @@ def of_step(run: Path, step: int) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint of one step if it is complete, otherwise a message if it exists."""
     folder = folder_of(run, step)
     saved = _examine(folder)
-    return (
-        (saved, [])
-        if isinstance(saved, Checkpoint)
-        else (None, [f"{folder} {saved}"] if folder.exists() else [])
-    )
+    if isinstance(saved, Checkpoint):
+        return (saved, [])
+    return (None, [f"{folder} {saved}"] if folder.exists() else [])
 
 
 def steps(run: Path) -> list[int]:
@@ -235,7 +237,8 @@ def _read_state(folder: Path) -> Checkpoint:
     """Reads `state.json`. Raises ValueError, KeyError, TypeError or AttributeError if something is
     wrong."""
     state = unsealed(json.loads((folder / STATE).read_text("utf-8")))
-    sizes, checksums = state.pop("files"), state.pop("checksums")
+    sizes = state.pop("files")
+    checksums = state.pop("checksums")
     if state["step"] != _step(folder):
         raise ValueError(f"it has step {state['step']}")
     if not all(isinstance(state.get(key, {}), dict) for key in ("data", "model")):
@@ -264,7 +267,8 @@ def load(
     """
     weights, optimizer_state = _state(model, optimizer)
     saved = SavedWeights(checkpoint.folder).names
-    moments, new = {}, {f"state.{name}" for name in checkpoint.state[WITHOUT_MOMENTS]}
+    moments = {}
+    new = {f"state.{name}" for name in checkpoint.state[WITHOUT_MOMENTS]}
     for name, value in _moments(optimizer_state).items():
         if f"optimizer.{name}" in saved:
             moments[name] = value

@@ -52,7 +52,8 @@ from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
 from longctx.training.saved.model_folder import beside_weights, model_folder
 
-ROPE, LIMIT = "rope_parameters", "max_position_embeddings"
+ROPE = "rope_parameters"
+LIMIT = "max_position_embeddings"
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -110,7 +111,8 @@ def export(
     replaced; all else stays there, and is named. Raises ExportError, NotReplaced, CheckpointError
     or NoNativeModel.
     """
-    run, out = local_path(run), local_path(out)
+    run = local_path(run)
+    out = local_path(out)
     check_place(out, overwrite)
     chosen = _find(run, step)
     check_base(_base_of(run), out)
@@ -133,7 +135,9 @@ def export(
                 raise ExportError(
                     "the run changes RoPE, which adapters cannot store: use longctx export --merge"
                 )
-            what, size, files = "adapters for peft", _write_adapters(partial, model, saved, kept), 1
+            what = "adapters for peft"
+            size = _write_adapters(partial, model, saved, kept)
+            files = 1
             length = _with_length(partial, model.files.config, _longest(chosen), adapters=True)
         else:
             writer = CheckpointWriter(partial, _to_write(model, source, dtype), max_shard_bytes)
@@ -142,7 +146,8 @@ def export(
                 for group in model.groups():
                     writer.write(model.to_checkpoint(_read(model, saved, group)))
             writer.close()
-            size, files = writer.total, len(writer.files)
+            size = writer.total
+            files = len(writer.files)
             what, length = _write_beside(partial, model, source, chosen, kept, dtype)
         write_list(partial)
         stays = replace(place, made=partial, own=[LIST, *listed])
@@ -163,7 +168,9 @@ def _base_of(run: Path) -> str | None:
     values = parse(read_text(settings)) if settings.is_file() else None
     model = values.get("model") if isinstance(values, dict) else None
     base = model.get("from_pretrained") if isinstance(model, dict) else None
-    return base if isinstance(base, str) else None
+    if isinstance(base, str):
+        return base
+    return None
 
 
 @contextmanager
@@ -212,22 +219,23 @@ def _find(run: Path, step: int | None) -> Checkpoint:
     if not run.is_dir():
         raise ExportError(f"run folder {run} not found: give the train.run_dir of a run")
     if not checkpoint.is_run(run):
-        what = (
-            "a store of documents" if is_store(run) else "not a run folder: it has no checkpoints"
-        )
+        if is_store(run):
+            what = "a store of documents"
+        else:
+            what = "not a run folder: it has no checkpoints"
         what = "a transformers checkpoint already" if (run / "config.json").is_file() else what
         raise ExportError(f"{run} is {what}: give the train.run_dir of a run")
     saved, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
     if saved is None:
-        what = (
-            "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        )
+        if step is None:
+            what = "no complete checkpoint"
+        else:
+            what = f"no complete checkpoint of step {step}"
         steps = ", ".join(map(str, checkpoint.steps(run)))
-        way_out = (
-            f"steps with complete checkpoints: {steps}"
-            if steps
-            else "set checkpoint.every and train again"
-        )
+        if steps:
+            way_out = f"steps with complete checkpoints: {steps}"
+        else:
+            way_out = "set checkpoint.every and train again"
         raise ExportError(f"{run} has {what}{checkpoint.because(damaged)}: {way_out}")
     if problem := saved.damage():
         raise ExportError(
@@ -336,7 +344,8 @@ def _write_beside(
         changed["dtype"] = "float32"
         config.save_pretrained(folder)
     else:
-        config, architecture = source.config, model.architecture
+        config = source.config
+        architecture = model.architecture
     length = _with_length(folder, config, _longest(saved))
     changed["architectures"] = [architecture]
     if dtype is not None:
@@ -359,7 +368,8 @@ def _with_length(folder: Path, config: Any, longest: int, *, adapters: bool = Fa
     RoPE whose frequencies depend on the length in the config (dynamic, longrope) has trained
     nothing longer. `adapters` have no config of their own.
     """
-    text, said = config.get_text_config(), ""
+    text = config.get_text_config()
+    said = ""
     limit = getattr(text, LIMIT, None) or longest
     if longest > limit and adapters:
         said = (
@@ -391,7 +401,10 @@ def _write_generation(folder: Path, kept: Path, config: Any, vocabulary: int) ->
     try:
         trained = json.loads((kept / ENDS).read_text("utf-8")) if (kept / ENDS).is_file() else []
         old = json.loads(file.read_text("utf-8")).get("eos_token_id")
-        ends = [*old] if isinstance(old, list) else [] if old is None else [old]
+        if isinstance(old, list):
+            ends = [*old]
+        else:
+            ends = [] if old is None else [old]
         new = [end for end in trained if end not in ends and end < vocabulary]
     except (ValueError, TypeError, AttributeError) as error:
         raise ExportError(

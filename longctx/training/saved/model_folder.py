@@ -29,10 +29,8 @@ of the others."""
 def trained_ends(store: Store) -> list[int]:
     """Returns the special tokens that are the last targets of documents: the end of a turn, or of a
     text."""
-    special, whole = (
-        np.zeros(store.tokenizer.vocab_size, np.bool_),
-        store.trained_tokens >= store.lengths - 1,
-    )
+    special = np.zeros(store.tokenizer.vocab_size, np.bool_)
+    whole = store.trained_tokens >= store.lengths - 1
     special[[*store.tokenizer.special, store.tokenizer.end_of_document]] = True
     ends: set[int] = set()
     for source in store.sources:
@@ -94,6 +92,6 @@ def _tokenizer_config(store: Store) -> dict[str, object]:
 
 def beside_weights(folder: Path) -> list[Path]:
     """Returns the files of a model folder that are exported, relative to it."""
-    return (
-        [file for file in small_files(folder) if file.name != DESCRIBED] if folder.is_dir() else []
-    )
+    if folder.is_dir():
+        return [file for file in small_files(folder) if file.name != DESCRIBED]
+    return []

@@ -104,7 +104,9 @@ def settings_header(ranks: int, computed: str) -> str:
 
 def _refuse_foreign(folder: Path) -> None:
     """Raises RunFolderError if a folder without a run has something that a run would replace."""
-    settings, model, best = folder / "config.yaml", model_folder(folder), folder / BEST
+    settings = folder / "config.yaml"
+    model = model_folder(folder)
+    best = folder / BEST
     foreign = []
     if settings.is_file() and not re.match(
         r"# \d+ ranks: ", settings.read_text("utf-8", errors="replace")
@@ -131,11 +133,10 @@ def _writable(folder: Path) -> int:
             probe.write(b"x")
             probe.flush()
     except OSError as error:
-        way_out = (
-            "free disk space"
-            if error.errno == errno.ENOSPC
-            else "choose another folder with --train.run_dir"
-        )
+        if error.errno == errno.ENOSPC:
+            way_out = "free disk space"
+        else:
+            way_out = "choose another folder with --train.run_dir"
         raise RunFolderError(
             f"run folder {folder} cannot be written ({error}): {way_out}"
         ) from error
@@ -214,7 +215,8 @@ def restore_best(saved: Checkpoint) -> dict[str, Any] | None:
 
 def keep_best(run: Path, final: Path) -> None:
     """Makes the published checkpoint in the folder `final` the best one of the run."""
-    best, made = run / BEST, run / f"{BEST}.partial"
+    best = run / BEST
+    made = run / f"{BEST}.partial"
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(final, made / final.relative_to(run), copy_function=_link)
     if (run / "config.yaml").is_file():

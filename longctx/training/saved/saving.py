@@ -60,13 +60,11 @@ class Saver:
         beside: bool = False,
         local_ranks: int = 1,
     ) -> None:
-        self.run, self.group, self.keep, self.beside, self.local_ranks = (
-            run,
-            group,
-            keep,
-            beside,
-            local_ranks,
-        )
+        self.run = run
+        self.group = group
+        self.keep = keep
+        self.beside = beside
+        self.local_ranks = local_ranks
         self.copies: _Copies | None = None
         self._stages: Iterator[futures.Future[Any]] | None = None
         self._task: futures.Future[Any] | None = None
@@ -116,7 +114,9 @@ class Saver:
         Collective. Raises NotWritten.
         """
         if self._stages is not None:
-            stages, self._stages, self._task = self._stages, None, None  # an error ends it
+            stages = self._stages
+            self._stages = None
+            self._task = None  # an error ends it
             self._task = next(stages, None)
             self._stages = None if self._task is None else stages
 
@@ -216,10 +216,8 @@ class _Writer(FileSystemWriter):
     def _has_room(self, plan: SavePlan) -> bool:
         data = [item.tensor_data for item in plan.items if item.tensor_data]
         sizes = (part.chunk.sizes.numel() * part.properties.dtype.itemsize for part in data)
-        needed, free = (
-            pinned_bytes(sizes, rounded=torch.cuda.is_initialized() and rounds_pinned()),
-            free_bytes(),
-        )
+        needed = pinned_bytes(sizes, rounded=torch.cuda.is_initialized() and rounds_pinned())
+        free = free_bytes()
         if free is None or needed <= free // (2 * self.saver.local_ranks):
             return True
         print(
@@ -255,7 +253,8 @@ class _Copies:
     def take(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copies the data of a plan as it is now."""
         for item in plan.items:
-            value, held = planner.resolve_data(item), self._held.get(item.index)
+            value = planner.resolve_data(item)
+            held = self._held.get(item.index)
             if isinstance(value, torch.Tensor):
                 if held is None or held.shape != value.shape or held.dtype != value.dtype:
                     held = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
