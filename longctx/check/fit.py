@@ -77,11 +77,10 @@ class Fitter:
     """Explains the gradient of a record by its contexts, the right one first."""
 
     def __init__(self, record: Record, reference: Reference, candidates: list[Context]) -> None:
-        self.tokens, self.reference, self.candidates = (
-            (tokens := record.tokens),
-            reference,
-            candidates,
-        )
+        tokens = record.tokens
+        self.tokens = tokens
+        self.reference = reference
+        self.candidates = candidates
         self.gradient = reference.of(record.gradients)
         self.documents = range(len(tokens.probe.lengths))
         # Ids after each token, in its document or in a row.
@@ -108,7 +107,9 @@ class Fitter:
         nearest = min(fits, key=lambda fit: fit.residual)
         matrix = self.reference.matrix
         read = Reading(self, nearest.contexts[0], matrix).fit() if matrix is not None else nearest
-        return read if read.exact else nearest
+        if read.exact:
+            return read
+        return nearest
 
     def alike(self, fit: Fit) -> list[str]:
         """Returns the names of other contexts that are exact, too, if the one of `fit` is a
@@ -155,7 +156,10 @@ class Reading:
     """
 
     def __init__(self, fitter: Fitter, nearest: Context, matrix: torch.Tensor) -> None:
-        self.fitter, self.tokens, self.nearest, self.matrix = fitter, fitter.tokens, nearest, matrix
+        self.fitter = fitter
+        self.tokens = fitter.tokens
+        self.nearest = nearest
+        self.matrix = matrix
         self.size = float(fitter.columns(nearest)[1].right.norm(dim=1).median())
         self.context_of = dict[Sequence, Context]()
         for context in fitter.candidates:
@@ -181,10 +185,8 @@ class Reading:
     def _fit(self, shared: frozenset[int]) -> Fit:
         """Returns the fit in which several tokens predict the `shared` ids."""
         given = dict.fromkeys((*self.tokens.ids, self.tokens.probe.pad))
-        ids, contexts = (
-            [token for token in given if token not in shared],
-            dict.fromkeys(self.fitter.documents, self.nearest),
-        )
+        ids = [token for token in given if token not in shared]
+        contexts = dict.fromkeys(self.fitter.documents, self.nearest)
         as_one = END in ids  # which is not exact
         for tolerance in (100 * SAME_STATE, 50 * SAME_STATE if as_one else SAME_STATE):
             # The second time, the ends of documents have the contexts of their documents.
@@ -225,7 +227,8 @@ class Reading:
         The token before the predicted one comes first, in its first context.
         """
         alike = torch.cdist(F.normalize(h), F.normalize(self.owned)) < near
-        known, unknown = dict[Prediction, float](), dict[Pair, float]()
+        known = dict[Prediction, float]()
+        unknown = dict[Pair, float]()
         for at, (token, weight) in enumerate(zip(ids, weights.tolist(), strict=True)):
             if weight <= 1e-3 * float(weights.max()):
                 continue
@@ -259,12 +262,11 @@ def _read(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns h [T, H] and weights [T] of predictions of `ids` [T], what is left [V, H], and
     weights of known columns."""
-    one, of_ids = torch.eye(len(ids)).double(), gradient.new_zeros(len(ids), len(matrix))
+    one = torch.eye(len(ids)).double()
+    of_ids = gradient.new_zeros(len(ids), len(matrix))
     of_ids[range(len(ids)), ids] = 1
-    h, of_known = (
-        torch.zeros(len(ids), matrix.shape[1]).double(),
-        torch.zeros(len(known.left)).double(),
-    )
+    h = torch.zeros(len(ids), matrix.shape[1]).double()
+    of_known = torch.zeros(len(known.left)).double()
     for _ in range(20):
         p = torch.softmax(h @ matrix.T, -1)
         weighted = -torch.linalg.solve(one - p[:, ids].T, (gradient - known.sum(of_known))[ids])

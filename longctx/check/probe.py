@@ -50,7 +50,8 @@ class Probe:
 
     @cached_property
     def documents(self) -> list[list[int]]:
-        found, next_id = [], FIRST
+        found = []
+        next_id = FIRST
         for length in self.lengths:
             ids = list(range(next_id, next_id + length))
             next_id += length
@@ -146,11 +147,9 @@ class Tokens:
         """Returns the token after another one of its document, or so many after it; None beyond the
         last."""
         after = number + by
-        return (
-            after
-            if after < len(self.ids) and self.document[after] == self.document[number]
-            else None
-        )
+        if after < len(self.ids) and self.document[after] == self.document[number]:
+            return after
+        return None
 
     def numbers(self, row: Sequence[int]) -> list[int]:
         """Returns the numbers of a row of ids. An END is that of the document whose last token but

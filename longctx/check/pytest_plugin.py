@@ -68,7 +68,9 @@ def _wrong(
             )
         except UserError as error:
             return str(error)
-        return "\n".join(report.lines()) if report.status else ""
+        if report.status:
+            return "\n".join(report.lines())
+        return ""
     command = [
         sys.executable,
         "-m",
@@ -89,10 +91,8 @@ def _wrong(
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths}
     )
-    return (
-        ""
-        if not done.returncode
-        else done.stdout
-        if done.returncode < 3 and done.stdout
-        else done.stderr
-    )
+    if not done.returncode:
+        return ""
+    if done.returncode < 3 and done.stdout:
+        return done.stdout
+    return done.stderr

@@ -245,9 +245,10 @@ class Record:
 def gather(step: Step, tokens: Tokens) -> Record:
     """Returns the steps of all ranks as one. Collective if there is a process group."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    positions = (
-        step.positions if len(step.positions) == len(step.calls) else [None] * len(step.calls)
-    )
+    if len(step.positions) == len(step.calls):
+        positions = step.positions
+    else:
+        positions = [None] * len(step.calls)
     calls = [
         row
         for call, (ids, at) in enumerate(zip(step.calls, positions, strict=True))
@@ -298,7 +299,8 @@ def _rows(
 def _mean(of_ranks: Sequence[Tensors]) -> tuple[Tensors, dict[str, float]]:
     """Returns the mean gradients of ranks, and how far those that differ are apart, relative to the
     mean."""
-    mean, apart = Tensors(), dict[str, float]()
+    mean = Tensors()
+    apart = dict[str, float]()
     for name in dict.fromkeys(name for gradients in of_ranks for name in gradients):
         found = [gradients.get(name) for gradients in of_ranks]
         mean[name] = torch.stack([each for each in found if each is not None]).sum(0) / len(found)

@@ -69,7 +69,8 @@ class Reference:
     """The model of a record, which runs sequences as contexts want them."""
 
     def __init__(self, record: Record) -> None:
-        self.tokens, self.model = record.tokens, cast(Any, record.reference)
+        self.tokens = record.tokens
+        self.model = cast(Any, record.reference)
         self.config = self.model.config
         self.head = self.model.get_output_embeddings()
         named = dict(self.model.named_parameters())
@@ -80,11 +81,10 @@ class Reference:
             )
         self.named = {name: named[name] for name in record.gradients}
         own = [name for name, weight in self.named.items() if weight is self.head.weight]
-        self.output = (
-            own[0]
-            if own and self.head.weight is not self.model.get_input_embeddings().weight
-            else None
-        )
+        if own and self.head.weight is not self.model.get_input_embeddings().weight:
+            self.output: str | None = own[0]
+        else:
+            self.output = None
         changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
         plain = (
             self.output
@@ -117,18 +117,19 @@ class Reference:
         seen = distance >= {"both": -len(place), "next": -1}.get(sequence.sight, 0)
         if sequence.sight == "no padding":
             seen &= torch.tensor(sequence.numbers)[None, :] >= 0
-        near = (
-            seen
-            if self.window is None or sequence.sight == "no window"
-            else seen & (distance < self.window)
-        )
+        if self.window is None or sequence.sight == "no window":
+            near = seen
+        else:
+            near = seen & (distance < self.window)
         full, sliding = ((~visible).double()[None, None] * -1e30 for visible in (seen, near))
         if layer_types and self.window is not None:
             return {"full_attention": full, "sliding_attention": sliding}
         return sliding
 
     def id_of(self, number: int) -> int:
-        return self.tokens.ids[number] if number >= 0 else self.tokens.probe.pad
+        if number >= 0:
+            return self.tokens.ids[number]
+        return self.tokens.probe.pad
 
     def _logits(self, sequence: Sequence) -> torch.Tensor:
         """Returns logits [tokens, V]."""
@@ -169,7 +170,8 @@ class Reference:
 
     def columns(self, predictions: Iterable[Prediction]) -> Columns:
         """Returns a column for each prediction."""
-        left, right = list[torch.Tensor](), list[torch.Tensor]()
+        left = list[torch.Tensor]()
+        right = list[torch.Tensor]()
         for sequence, chosen in _by_sequence(predictions):
             if self.output is None:
                 for loss in self.losses(sequence, chosen):
@@ -186,12 +188,16 @@ class Reference:
             left.append(errors * slopes[places])
             right.append(states[places])
         none = torch.zeros(0, 1, dtype=torch.float64)
-        return Columns(torch.cat(left), torch.cat(right)) if left else Columns(none, none)
+        if left:
+            return Columns(torch.cat(left), torch.cat(right))
+        return Columns(none, none)
 
     def of(self, gradients: Tensors) -> torch.Tensor:
         """Returns what `columns` explain: the gradient of the output layer, or all gradients in one
         column."""
-        return self._flat(gradients) if self.output is None else gradients[self.output]
+        if self.output is None:
+            return self._flat(gradients)
+        return gradients[self.output]
 
     def _flat(self, gradients: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         """Returns gradients in one column [P, 1]."""

@@ -47,13 +47,16 @@ class Verdict:
         """0: right, 1: wrong in a way that has a name, 2: wrong."""
         if not self.findings:
             return 0
-        return 2 if any(finding.kind == UNEXPLAINED for finding in self.findings) else 1
+        if any(finding.kind == UNEXPLAINED for finding in self.findings):
+            return 2
+        return 1
 
     def lines(self) -> list[str]:
         """Returns a line for each fault."""
-        allowed = (
-            f" (allowed: {', '.join(each.kind for each in self.allowed)})" if self.allowed else ""
-        )
+        if self.allowed:
+            allowed = f" (allowed: {', '.join(each.kind for each in self.allowed)})"
+        else:
+            allowed = ""
         of = len(self.probe.lengths)
         some = f", with {self.documents} of {of} documents" if self.documents < of else ""
         faults = [str(finding) for finding in self.findings] or [f"right{allowed}{some}"]

@@ -28,15 +28,18 @@ def step_of(trainer: Any, probe: Probe) -> Step:
     """Trains one step, without saving or evaluating. Raises CheckError for what would make it
     another objective, or noise."""
     _refuse(trainer)
-    args, rows = trainer.args, list[torch.Tensor]()
-    args.max_steps, args.logging_steps, args.logging_strategy = 1, 1, IntervalStrategy.STEPS
-    args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
-    args.max_grad_norm, args.report_to = OUT_OF_REACH, []
-    (
-        args.dataloader_num_workers,
-        args.dataloader_prefetch_factor,
-        args.dataloader_persistent_workers,
-    ) = 0, None, False
+    args = trainer.args
+    rows = list[torch.Tensor]()
+    args.max_steps = 1
+    args.logging_steps = 1
+    args.logging_strategy = IntervalStrategy.STEPS
+    args.save_strategy = SaveStrategy.NO
+    args.eval_strategy = IntervalStrategy.NO
+    args.max_grad_norm = OUT_OF_REACH
+    args.report_to = []
+    args.dataloader_num_workers = 0
+    args.dataloader_prefetch_factor = None
+    args.dataloader_persistent_workers = False
     collate = trainer.data_collator
 
     def collated(features: Any) -> Any:

@@ -21,10 +21,8 @@ SAME = 2e-3
 BACKWARD, LOGGED = 5e-4, 1e-3
 """Largest relative difference of gradients from predicted ones, and of logged numbers."""
 UNEXPLAINED = "the gradient is that of no known fault"
-NOT_SHIFTED, SHIFTED_TWICE = (
-    "labels are not shifted: tokens predict themselves",
-    "labels are shifted twice",
-)
+NOT_SHIFTED = "labels are not shifted: tokens predict themselves"
+SHIFTED_TWICE = "labels are shifted twice"
 OF_OTHERS = "labels belong to other tokens"
 ORDER = (
     "hidden states of all tokens are wrong, also of first ones: weights, heads, or the order "
@@ -54,7 +52,9 @@ class Finding:
     details: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.details}" if self.details else self.kind
+        if self.details:
+            return f"{self.kind}: {self.details}"
+        return self.kind
 
 
 class Facts:
@@ -70,14 +70,14 @@ class Facts:
     """
 
     def __init__(self, record: Record, reference: Reference, fit: Fit) -> None:
-        self.record, self.tokens, self.reference, self.fit = (
-            record,
-            (tokens := record.tokens),
-            reference,
-            fit,
-        )
+        self.record = record
+        tokens = record.tokens
+        self.tokens = tokens
+        self.reference = reference
+        self.fit = fit
         self.same = SAME if fit.tolerance == EXACT else NEAR
-        self.count, self.at = Counter[int](), dict[int, tuple[int, int, int]]()
+        self.count = Counter[int]()
+        self.at = dict[int, tuple[int, int, int]]()
         for place, row in enumerate(record.calls):
             for number in (number for number in row.numbers if number >= 0):
                 self.count[number] += 1
@@ -105,7 +105,8 @@ class Facts:
 
     def _of_rules(self) -> None:
         """Sets what only rules ask for."""
-        tokens, calls = self.tokens, self.record.calls
+        tokens = self.tokens
+        calls = self.record.calls
         self.firsts = {ids[0] for ids in tokens.probe.documents}
         self.starts = {
             piece[0]
@@ -139,10 +140,14 @@ class Facts:
         """Returns the id so many tokens after another one of its document; None beyond its end, and
         after padding."""
         after = self.tokens.next(number, by) if number >= 0 else None
-        return None if after is None else self.tokens.ids[after]
+        if after is None:
+            return None
+        return self.tokens.ids[after]
 
     def rank(self, number: int) -> int:
-        return self.at[number][0] if number in self.at else -1
+        if number in self.at:
+            return self.at[number][0]
+        return -1
 
     def split(self, numbers: Iterable[int]) -> bool:
         """Returns whether tokens are on several ranks."""
@@ -214,18 +219,18 @@ MEANS: dict[str, Callable[[Facts, int], object]] = {
 
 def findings(facts: Facts) -> Iterator[Finding]:
     """Yields the faults of a step, the most telling first."""
-    record, fit = facts.record, facts.fit
+    record = facts.record
+    fit = facts.fit
     if not facts.wanted:
         yield Finding(
             UNEXPLAINED, "no token of the probe that should be predicted was in a call of the model"
         )
         return
     if record.apart:
-        which = (
-            "all parameters"
-            if len(record.apart) == len(record.gradients)
-            else _suffixes(record.apart)
-        )
+        if len(record.apart) == len(record.gradients):
+            which = "all parameters"
+        else:
+            which = _suffixes(record.apart)
         yield Finding(
             "gradients differ between ranks",
             f"those of {which}, by up to {max(record.apart.values()):.0%}",
@@ -277,7 +282,8 @@ def _contexts(facts: Facts) -> Iterator[Finding]:
 def _places(facts: Facts) -> Iterator[Finding]:
     if not facts.unknown:
         return
-    tokens, ranks = facts.tokens, range(facts.record.ranks) if facts.record.ranks > 1 else ()
+    tokens = facts.tokens
+    ranks = range(facts.record.ranks) if facts.record.ranks > 1 else ()
     first = (
         f"first at token {tokens.place[min(facts.unknown)]} of document "
         f"{tokens.document[min(facts.unknown)]}"
@@ -307,9 +313,10 @@ def _extra(facts: Facts) -> list[Finding]:
             facts.tokens.number.get(target, -1) if number < 0 else number
             for number, target in pairs
         ]
-        documents = (
-            facts.named(number for number in owners if number >= 0) if max(owners) >= 0 else ""
-        )
+        if max(owners) >= 0:
+            documents = facts.named(number for number in owners if number >= 0)
+        else:
+            documents = ""
         findings.append(
             Finding(kind, f"{len(pairs)} predictions, {documents}" if documents else "")
         )
@@ -317,7 +324,8 @@ def _extra(facts: Facts) -> list[Finding]:
 
 
 def _lost(facts: Facts) -> Iterator[Finding]:
-    found, predicted = defaultdict[str, list[int]](list), {target for _, target in facts.extra}
+    found = defaultdict[str, list[int]](list)
+    predicted = {target for _, target in facts.extra}
     for number, target in facts.lost:
         if target not in predicted:  # by another token
             found[next(kind for kind, holds in LOST.items() if holds(facts, number + 1))].append(
@@ -372,18 +380,21 @@ def _weights(facts: Facts) -> Iterator[Finding]:
 
 def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
     """Yields a common factor that is neither 1 nor that of a mean over what is trained."""
-    wanted, trained = len(facts.wanted), sum(facts.kept.values()) + sum(facts.extra.values())
+    wanted = len(facts.wanted)
+    trained = sum(facts.kept.values()) + sum(facts.extra.values())
     # 1/N for all targets, or for all that is trained.
     if min(abs(factor - 1), abs(trained / wanted - 1)) < facts.same:
         return
-    ranks, micro_batches = facts.record.ranks, 1 + max(row.call for row in facts.record.calls)
+    ranks = facts.record.ranks
+    micro_batches = 1 + max(row.call for row in facts.record.calls)
     counts = {
         "ranks": ranks,
         "micro-batches": micro_batches,
         "ranks × micro-batches": ranks * micro_batches,
     }
     counts = {name: count for name, count in counts.items() if count > 1}
-    tokens, held = sum(len(row.ids) for row in facts.record.calls), sum(facts.count.values())
+    tokens = sum(len(row.ids) for row in facts.record.calls)
+    held = sum(facts.count.values())
     divisors = {"all tokens": tokens, "the tokens of documents": held}
     divisors |= {"the tokens but the first of each": held - len(facts.documents)}
     known = {f"× {count}, the number of {name}": float(count) for name, count in counts.items()}
@@ -425,11 +436,10 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
         last = max(off)
         how = ", ".join(sorted(set(off[last].values())))
         where = f" in layer {last}" if last >= 0 else ""
-        others = (
-            f"; {sum(map(len, off.values())) - len(off[last])} before it follow"
-            if len(off) > 1
-            else ""
-        )
+        if len(off) > 1:
+            others = f"; {sum(map(len, off.values())) - len(off[last])} before it follow"
+        else:
+            others = ""
         yield Finding("the backward pass is wrong", f"{_suffixes(off[last])}{where}: {how}{others}")
 
 
@@ -475,7 +485,8 @@ def picture(facts: Facts) -> list[str]:
         signs = ""
         for number in facts.tokens.of(document)[:-1]:
             pair = (number, facts.tokens.ids[number + 1])
-            weight, wanted = facts.relative.get(pair, 0.0), float(pair in facts.wanted)
+            weight = facts.relative.get(pair, 0.0)
+            wanted = float(pair in facts.wanted)
             signs += (
                 "."
                 if abs(weight - wanted) < SAME
