@@ -213,7 +213,13 @@ class Loader(Iterator[StepBatch]):
                 f"{self._ranks}"
             )
         return read_step(
-            self._store, pieces, plan, self._rank, step, self._pad_to_multiple_of, merged
+            self._store,
+            pieces,
+            plan=plan,
+            rank=self._rank,
+            step=step,
+            pad_to_multiple_of=self._pad_to_multiple_of,
+            merged=merged,
         ), next_cursor
 
 

@@ -192,7 +192,7 @@ def with_weights(
 def empty_micro_batch(index: int, rank: int) -> MicroBatch:
     """Returns a micro-batch without tokens on any rank."""
     none = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(index, Layout(index, rank, ()), none, none, none)
+    return MicroBatch(index, Layout(index, rank, ()), tokens=none, labels=none, positions=none)
 
 
 RULES: dict[str, Rule] = {
@@ -295,7 +295,12 @@ def pack_seq2seq(
     micro_batches = []
     for index, placements in enumerate(plan.micro_batches):
         cross = CrossLayout.of(
-            placements, list(map(len, written)), placements, list(map(len, read)), index, rank
+            placements,
+            list(map(len, written)),
+            sources=placements,
+            source_lengths=list(map(len, read)),
+            micro_batch=index,
+            rank=rank,
         )
         encoded = fill(cross.sources, of(read, read), pad_to_multiple_of)
         decoded = fill(cross.targets, of(inputs, expected), pad_to_multiple_of)

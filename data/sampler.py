@@ -164,18 +164,26 @@ class Sampler:
         self.long = int(is_long.sum())
         conversations = np.zeros_like(taken) if store is None else taken & store.partly_trained
         if long_documents == "error":
-            _refuse(is_long, taken, "documents", "split or drop", lengths, max_length, name)
+            _refuse(
+                is_long,
+                taken,
+                what="documents",
+                ways="split or drop",
+                lengths=lengths,
+                max_length=max_length,
+                name=name,
+            )
         if long_documents is None:
             what = "conversations, or other documents with tokens without loss,"
             ways = "drop, truncate_left (keeps the end), "
             _refuse(
                 is_long & conversations,
                 conversations,
-                what,
-                ways + "truncate_right or split",
-                lengths,
-                max_length,
-                name,
+                what=what,
+                ways=ways + "truncate_right or split",
+                lengths=lengths,
+                max_length=max_length,
+                name=name,
             )
         kept = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
         self.dropped = int(taken.sum()) - len(kept)

@@ -137,7 +137,7 @@ def merge_prefixes(
         tuple(np.ascontiguousarray(each[:, column]) for each in documents) for column in (0, 1)
     )
     rows = zip(of_sequence, map(np.concatenate, paths), strict=True)
-    return Merged(tokens, shifted, tuple(of_rows), trees, tuple(rows))
+    return Merged(tokens, shifted, weights=tuple(of_rows), trees=trees, rows=tuple(rows))
 
 
 @checked(
@@ -210,7 +210,11 @@ def _parts(
         total = total + len(key)
         before = number
         if shared < least_shared or is_too_large(
-            size, total, len(parts[-1]) + 1, most_tokens, tokens_per_rank
+            size,
+            total,
+            sequences=len(parts[-1]) + 1,
+            most_tokens=most_tokens,
+            tokens_per_rank=tokens_per_rank,
         ):
             size = len(key)
             total = len(key)

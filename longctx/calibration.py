@@ -160,7 +160,7 @@ def measure_profile(
     tell("a step, to compare with its prediction")
     about = f"{described}, {mesh.ranks} rank{'s' * (mesh.ranks > 1)}, by `longctx calibrate`."
     conditions = _conditions(config, mesh, per_node) | described.model_dump()
-    return Measured(profile, about, how, base, conditions, _check(run, profile))
+    return Measured(profile, about, how=how, base=base, run=conditions, check=_check(run, profile))
 
 
 def _conditions(config: Config, mesh: Mesh, per_node: int) -> dict[str, Any]:
@@ -247,7 +247,14 @@ class TimedRun:
         """Heads per tensor-parallel rank."""
         budget = config.batch.tokens_per_rank
         self.no_plan = Plan(
-            "static", "none", mesh.ranks, budget, (), (), profile, cost=PlanCost(0.0, 0.0, 0.0, 0.0)
+            "static",
+            "none",
+            ranks=mesh.ranks,
+            tokens_per_rank=budget,
+            lengths=(),
+            micro_batches=(),
+            profile=profile,
+            cost=PlanCost(0.0, 0.0, 0.0, 0.0),
         )
         self.empty = Layout(0, mesh.rank, ())
 
@@ -298,16 +305,18 @@ class TimedRun:
         for number, (layout, count) in enumerate(zip(layouts, tokens, strict=True)):
             rows = -(-count // multiple) * multiple
             ids, labels = torch.randint(self.spec.vocab_size, (2, rows), generator=generator)
-            micro_batches.append(MicroBatch(number, layout, ids, labels, torch.arange(rows)))
+            micro_batches.append(
+                MicroBatch(number, layout, tokens=ids, labels=labels, positions=torch.arange(rows))
+            )
         plan = plan or self.no_plan
         total = self.mesh.ranks * sum(tokens)
         return StepBatch(
             1,
             plan,
-            tuple("random" for _ in plan.lengths),
-            total,
-            max(1, total),
-            tuple(micro_batches),
+            documents=tuple("random" for _ in plan.lengths),
+            tokens=total,
+            target_tokens=max(1, total),
+            micro_batches=tuple(micro_batches),
         )
 
     def micro_batch(self, tokens: int, attention: Attention | None = None) -> Callable[[], object]:
@@ -325,7 +334,9 @@ class TimedRun:
     def attention(self, layout: Layout) -> Callable[[], object]:
         """Builds the attention passes of one layer in a step, without a window, forward and
         backward, on random tensors."""
-        make = make_attention(self.config, self.mesh, self.spec, self.no_plan, layout)
+        make = make_attention(
+            self.config, self.mesh, spec=self.spec, plan=self.no_plan, layout=layout
+        )
         attention = make(None, self.spec.attention_softcap, None)
         size = self.layer.head_dim
         shapes = (

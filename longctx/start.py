@@ -77,7 +77,14 @@ def train(
     continued = None if continued is None else local_path(continued)
     require_no_group()
     check(config, world_size=Launch.to_join().world_size)
-    run = _prepare(config, resume or step is not None, step, resume_if_any, continued, trace_steps)
+    run = _prepare(
+        config,
+        resume or step is not None,
+        step=step,
+        or_begin=resume_if_any,
+        continued=continued,
+        traced=trace_steps,
+    )
     only = only_run_in(run.config.train.run_dir) if run.launch.rank == 0 else nullcontext()
     with StopSignal.installed(interrupts=True) as stop, only:
         record_messages(run.device, run.config.train.run_dir / "nccl")

@@ -365,7 +365,7 @@ def open_corpus(
                 "correct it"
             )
         hub = HubDataset.look_up(source, subset, split or "train", revision)
-        corpus = Corpus(source, "hub", Path(), (), text_column, hub=hub)
+        corpus = Corpus(source, "hub", root=Path(), files=(), text_column=text_column, hub=hub)
     elif subset is not None or revision is not None:
         raise CorpusError(f"{source!r} is no OWNER/NAME of the hub: omit --subset and --revision")
     else:
@@ -383,7 +383,9 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
             raise CorpusError(
                 f"the source of Python's standard library is not in {root}: give another --source"
             )
-        return Corpus(source, STANDARD_LIBRARY, root, tuple(library), text_column)
+        return Corpus(
+            source, STANDARD_LIBRARY, root=root, files=tuple(library), text_column=text_column
+        )
     path = Path(source)
     not_read = Counter[str]()
     if split is not None and (as_text or not path.is_dir()):
@@ -405,7 +407,9 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
             both = [path]
         there = tuple(filter(Path.exists, both))
         check_pointers(there)
-        return Corpus(source, "files", path.parent, there, text_column, as_text=as_text)
+        return Corpus(
+            source, "files", root=path.parent, files=there, text_column=text_column, as_text=as_text
+        )
     if not path.is_dir():
         raise CorpusError(
             f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, a "
@@ -423,7 +427,14 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
                 f"split {split!r} cannot be chosen: {source!r} is one saved dataset; omit --split"
             )
         check_pointers(files)
-        return Corpus(source, "dataset", path, tuple(files), text_column, not_read)
+        return Corpus(
+            source,
+            "dataset",
+            root=path,
+            files=tuple(files),
+            text_column=text_column,
+            not_read=not_read,
+        )
     if saved := sorted(
         str(f.parent)
         for f in files
@@ -435,7 +446,7 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
         )
     check_pointers(file for file in files if file.suffix.lower() == ".dvc")
     if not as_text:
-        files = _records_and_texts(source, path, files, split, not_read)
+        files = _records_and_texts(source, path, files=files, split=split, not_read=not_read)
     if not files:
         others = "".join(f"; {count:,} × {reason}" for reason, count in sorted(not_read.items()))
         raise CorpusError(
@@ -446,7 +457,16 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
     check_pointers(files)
     files = once(files, path, not_read, as_text=as_text)
     noted = {} if as_text else told(files, path)
-    return Corpus(source, "files", path, tuple(files), text_column, not_read, as_text, noted=noted)
+    return Corpus(
+        source,
+        "files",
+        root=path,
+        files=tuple(files),
+        text_column=text_column,
+        not_read=not_read,
+        as_text=as_text,
+        noted=noted,
+    )
 
 
 def _check_there(path: Path) -> None:

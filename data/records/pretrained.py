@@ -105,12 +105,12 @@ class Pretrained:
         return cls(
             name,
             tokenizer,
-            np.array(_begin(backend), tokenizer.dtype),
-            _templates(name, loaded, folder),
-            dict(loaded.special_tokens_map),
-            tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
-            folder,
-            find(folder, FILES),
+            begin=np.array(_begin(backend), tokenizer.dtype),
+            templates=_templates(name, loaded, folder),
+            variables=dict(loaded.special_tokens_map),
+            ends=tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
+            folder=folder,
+            files=find(folder, FILES),
         )
 
 

@@ -246,7 +246,13 @@ def _read_table(file: Path, name: str, text_column: str | None) -> Iterator[Reco
         share = file.stat().st_size / max(1, count)
         for batch in batches(columns=names):
             for values, added in rows(batch):
-                yield Record(values | unread, f"{name}:{row}", f"{file}, row {row}", share, added)
+                yield Record(
+                    values | unread,
+                    f"{name}:{row}",
+                    where=f"{file}, row {row}",
+                    source_bytes=share,
+                    added=added,
+                )
                 row += 1
     except FormatError as error:
         raise CorpusError(f"{file}, row {row}: a value of type Json is {error}") from error
@@ -290,13 +296,19 @@ def read_dataset(folder: Path, text_column: str | None, size: int) -> Iterator[R
 
     saved = f"{folder} looks like a saved dataset, but `datasets` cannot read it", "save it again"
     return _read_rows(
-        lambda: datasets.load_from_disk(str(folder)), str(folder), text_column, size, saved
+        lambda: datasets.load_from_disk(str(folder)),
+        str(folder),
+        text_column=text_column,
+        size=size,
+        wrong=saved,
     )
 
 
 def read_hub(hub: "HubDataset", text_column: str | None, *, streamed: bool) -> Iterator[Record]:
     wrong = f"`datasets` cannot read {hub.name}", "run the command again, which goes on from there"
-    return _read_rows(lambda: hub.open(streamed), hub.name, text_column, 0, wrong)
+    return _read_rows(
+        lambda: hub.open(streamed), hub.name, text_column=text_column, size=0, wrong=wrong
+    )
 
 
 def _read_rows(
@@ -316,7 +328,13 @@ def _read_rows(
         # which members.
         for table in dataset.with_format("arrow").iter(batch_size=256):
             for values, added in rows(table):
-                yield Record(values | unread, f"row:{row}", f"{where}, row {row}", share, added)
+                yield Record(
+                    values | unread,
+                    f"row:{row}",
+                    where=f"{where}, row {row}",
+                    source_bytes=share,
+                    added=added,
+                )
                 row += 1
     except FormatError as error:
         raise CorpusError(f"{where}, row {row}: a value of type Json is {error}") from error
@@ -356,7 +374,7 @@ class HubDataset:
         builder = _asked(
             name, lambda: datasets.load_dataset_builder(name, subset, revision=revision)
         )
-        return cls(name, subset, split, revision, str(builder.hash))
+        return cls(name, subset, split=split, revision=revision, commit=str(builder.hash))
 
     def open(self, streamed: bool) -> Any:
         """Returns the split: an `IterableDataset` if it is streamed, or a `Dataset` in the cache.

@@ -133,7 +133,7 @@ class Template:
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
         text, generated = self._render(messages, tools, marks=marks)
         check_places(text, leaves([list(messages), tools]))
-        missing = left_out(text, messages, tools, turns, "the chat template")
+        missing = left_out(text, messages, tools=tools, trained=turns, by="the chat template")
         if self._train_on == "all":
             return Rendered(text, None, missing)
         if marks:
@@ -152,7 +152,11 @@ class Template:
                     "nothing to train on: remove the "
                     "conversation, or correct the template"
                 )
-            return Rendered(text, self._by_parts(spans, text, messages, tools, turns), missing)
+            return Rendered(
+                text,
+                self._by_parts(spans, text, messages=messages, tools=tools, turns=turns),
+                missing,
+            )
         whole = self._turns(text, messages, tools, turns)
         learned = whole
         if not self._empty_thoughts:
@@ -169,8 +173,10 @@ class Template:
         if unended:
             learned = [*learned[:-1], (start, len(text))]
         spans = [(*span, weight) for span, weight in zip(learned, weights, strict=True)]
-        spans = self._by_parts(spans, text, messages, tools, turns)
-        return Rendered(text, spans, missing, weights[-1] if unended else 0.0, thoughts)
+        spans = self._by_parts(spans, text, messages=messages, tools=tools, turns=turns)
+        return Rendered(
+            text, spans, left_out=missing, end=weights[-1] if unended else 0.0, thoughts=thoughts
+        )
 
     # --- rendering
 

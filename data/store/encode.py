@@ -178,7 +178,13 @@ class Encoder:
             trained = token_weights(np.append(trained, rendered.end))
         targets = None if rendered.spans is None else trained
         return EncodedDocument(
-            document, tokens, targets, spelled, straddling, rendered.left_out, rendered.thoughts
+            document,
+            tokens,
+            trained=targets,
+            spelled=spelled,
+            straddling=straddling,
+            left_out=rendered.left_out,
+            thoughts=rendered.thoughts,
         )
 
     def _ending(self, tokens: TokenArray) -> TokenArray:
@@ -234,10 +240,19 @@ class Encoder:
             tokens, mask = self._chatml.join(
                 document.messages, [tokens for tokens, _ in contents], turns, weights, within
             )
-            missing = left_out("\0".join(document.texts), document.messages, None, turns, "ChatML")
+            missing = left_out(
+                "\0".join(document.texts), document.messages, tools=None, trained=turns, by="ChatML"
+            )
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
         trained = None if self.request.train_on == "all" else np.append(mask, mask[-1])
         spelled = sum(count for _, count in contents)
         tokens = np.concatenate([tokens, self._end])
-        return EncodedDocument(document, tokens, trained, spelled, straddling, left_out=missing)
+        return EncodedDocument(
+            document,
+            tokens,
+            trained=trained,
+            spelled=spelled,
+            straddling=straddling,
+            left_out=missing,
+        )

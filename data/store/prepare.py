@@ -118,7 +118,13 @@ def _write(
 ) -> Manifest:
     """Writes the files of the store into a folder. Returns its manifest, which is not written
     yet."""
-    tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
+    tokenizer = _tokenizer(
+        folder,
+        request.corpus,
+        ready_made=request.given,
+        vocab_size=request.vocab_size,
+        progress=progress,
+    )
     if request.given is not None and not tokenizer.is_bytes:
         _check_covered(tokenizer, request.corpus)
     pretrained = request.pretrained

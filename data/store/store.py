@@ -160,7 +160,13 @@ class Store:
             ) != total:
                 found = filter(None, (file.damage() for file in files))
                 raise damaged(path, next(found, f"{column} adds up to {actual:,}, not {total:,}"))
-        return cls(path, manifest, used, table, [batch for file in files for batch in file.batches])
+        return cls(
+            path,
+            manifest,
+            tokenizer=used,
+            table=table,
+            batches=[batch for file in files for batch in file.batches],
+        )
 
     @classmethod
     def join(
@@ -188,12 +194,25 @@ class Store:
                 )
         ends = itertools.accumulate(map(len, stores))
         sources = [
-            Source(store.path, store.fingerprint, range(end - len(store), end), amount, unit)
+            Source(
+                store.path,
+                store.fingerprint,
+                documents=range(end - len(store), end),
+                amount=amount,
+                unit=unit,
+            )
             for store, amount, end in zip(stores, amounts, ends, strict=True)
         ]
         table = pyarrow.concat_tables([store._table for store in stores], promote_options="default")
         batches = [batch for store in stores for batch in store._batches]
-        return cls(first.path, first.manifest, first.tokenizer, table, batches, sources)
+        return cls(
+            first.path,
+            first.manifest,
+            tokenizer=first.tokenizer,
+            table=table,
+            batches=batches,
+            sources=sources,
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)

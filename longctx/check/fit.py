@@ -193,7 +193,11 @@ class Reading:
             known = self._known(contexts, shared)
             columns = self.fitter.reference.columns(known)
             h, of_ids, left, of_known = _read(
-                self.fitter.gradient, self.matrix, torch.tensor(ids), self.size, columns
+                self.fitter.gradient,
+                self.matrix,
+                ids=torch.tensor(ids),
+                size=self.size,
+                known=columns,
             )
             weights, unknown = self._matched(ids, h, of_ids, tolerance)
             contexts = {
@@ -205,7 +209,13 @@ class Reading:
             weights = {each: weight for each, weight in weights.items() if each.target != END}
             unknown.pop((-1, END), None)
         tolerance = NEAR if unknown or as_one else EXACT
-        return Fit(contexts, weights, unknown, self.fitter.relative(left), tolerance)
+        return Fit(
+            contexts,
+            weights,
+            unknown=unknown,
+            residual=self.fitter.relative(left),
+            tolerance=tolerance,
+        )
 
     def _known(self, contexts: Mapping[int, Context], shared: frozenset[int]) -> list[Prediction]:
         """Returns the predictions of shared ids by tokens in the contexts of their documents."""

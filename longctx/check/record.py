@@ -77,7 +77,15 @@ class Recorder:
             for name, weight in named
             if weight.grad is not None
         }
-        return Step(self.reference, gradients, self.calls, loss, grad_norm, rows, self.positions)
+        return Step(
+            self.reference,
+            gradients,
+            calls=self.calls,
+            loss=loss,
+            grad_norm=grad_norm,
+            rows=rows,
+            positions=self.positions,
+        )
 
 
 @contextmanager
@@ -252,7 +260,7 @@ def gather(step: Step, tokens: Tokens) -> Record:
     calls = [
         row
         for call, (ids, at) in enumerate(zip(step.calls, positions, strict=True))
-        for row in _rows(tokens, rank, call, ids, at)
+        for row in _rows(tokens, rank, call=call, ids=ids, positions=at)
     ]
     batches = [row for call, ids in enumerate(step.rows) for row in _rows(tokens, rank, call, ids)]
     gradients = {name: value.double().cpu() for name, value in step.gradients.items()}
@@ -272,14 +280,14 @@ def gather(step: Step, tokens: Tokens) -> Record:
     return Record(
         tokens,
         step.reference,
-        len(of_ranks),
-        mean,
-        apart,
-        called,
-        batched or called,
-        bool(batched),
-        loss,
-        norm,
+        ranks=len(of_ranks),
+        gradients=mean,
+        apart=apart,
+        calls=called,
+        rows=batched or called,
+        batched=bool(batched),
+        loss=loss,
+        norm=norm,
     )
 
 
@@ -293,7 +301,7 @@ def _rows(
     if positions is not None and positions.shape[-1] == ids.shape[-1]:
         at = positions.expand(ids.shape).reshape(-1, ids.shape[-1]).tolist()
     for row, places in zip(rows, at, strict=True):
-        yield Row(row, tokens.numbers(row), rank, call, places)
+        yield Row(row, tokens.numbers(row), rank=rank, call=call, positions=places)
 
 
 def _mean(of_ranks: Sequence[Tensors]) -> tuple[Tensors, dict[str, float]]:

@@ -152,4 +152,12 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
         alike = fitter.alike(fit)
     allowed = [each for each in found if each.kind.startswith(tuple(allow))]
     left = [each for each in found if each not in allowed]
-    return Verdict(probe, left, fit.residual, allowed, picture(facts), alike, len(facts.documents))
+    return Verdict(
+        probe,
+        left,
+        residual=fit.residual,
+        allowed=allowed,
+        picture=picture(facts),
+        alike=alike,
+        documents=len(facts.documents),
+    )

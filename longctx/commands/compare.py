@@ -134,9 +134,9 @@ def _cases(
     cases, changed = make_cases(
         source,
         arguments.ranks or DEFAULT_RANKS,
-        arguments.tokens_per_rank,
-        profile,
-        long_documents,
+        tokens_per_rank=arguments.tokens_per_rank,
+        profile=profile,
+        long_documents=long_documents,
         all_must_fit=arguments.ranks is not None,
         fixed_degree=arguments.baseline,
     )

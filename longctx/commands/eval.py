@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = prepare_device(target.config.train.device, launch)
     work = _documents(arguments, target, launch.world_size)
     target.check(work.store.tokenizer)
-    _evaluate(arguments, target, work, launch, device)
+    _evaluate(arguments, target, work=work, launch=launch, device=device)
     return 0
 
 
@@ -108,7 +108,7 @@ def _evaluate(
         target.config.model_source(work.store.tokenizer.vocab_size).check_length(longest)
         report = evaluate(work, passes.look, make_evaluation_planner(passes), mesh)
         if launch.rank == 0:
-            _report(arguments, target, work, report, mesh.world_size)
+            _report(arguments, target, documents=work, report=report, ranks=mesh.world_size)
 
 
 def make_evaluation_planner(passes: "Passes") -> "Planner":

@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         lengths = stand_in_store(arguments, chosen)
         assert lengths is not None, "see `_checked`"
         lengths = _as_prepared(lengths, arguments.long_documents, _longest(arguments, chosen))
-        defaults = _defaults(arguments, chosen, lengths, ranks, out)
+        defaults = _defaults(arguments, chosen, store=lengths, ranks=ranks, out=out)
         dry_run(
             load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults),
             ranks,
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _prepare(arguments, chosen, out)
     store = Store.open(out / "store")
-    defaults = _defaults(arguments, chosen, store, ranks, out)
+    defaults = _defaults(arguments, chosen, store=store, ranks=ranks, out=out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
     data = RunData.open(config)
     raise_together(checks_of(config, data, config.model_source(data.vocab_size), ranks))
@@ -315,7 +315,13 @@ def _defaults(
     capacity = chosen.changed(changes).capacity(ranks) or longest
     steps = chosen.train.steps
     if "steps" not in chosen.train.model_fields_set:
-        steps = _steps(arguments.epochs, chosen, store, step, min(longest, capacity))
+        steps = _steps(
+            arguments.epochs,
+            chosen,
+            store=store,
+            global_tokens=step,
+            longest=min(longest, capacity),
+        )
     values: dict[str, dict[str, Any]] = {
         "data": {"store": str(store.path)},
         "batch": {"global_tokens": step, "tokens_per_rank": per_rank},

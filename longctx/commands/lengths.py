@@ -123,7 +123,13 @@ def open_source(
     kind = kind_of_source(arguments)
     seed = arguments.seed or 0
     if kind == "mix":
-        return mix_source(arguments.mix, arguments.documents, DOCUMENTS_PER_RANK, seed, steps)
+        return mix_source(
+            arguments.mix,
+            arguments.documents,
+            documents_per_rank=DOCUMENTS_PER_RANK,
+            seed=seed,
+            steps=steps,
+        )
 
     def global_tokens(ranks: int) -> int:
         tokens: int | None = arguments.global_tokens
@@ -135,12 +141,14 @@ def open_source(
         return file_source(
             read_lengths(arguments.lengths),
             str(arguments.lengths),
-            global_tokens,
-            seed,
-            steps,
-            long_documents,
+            global_tokens=global_tokens,
+            seed=seed,
+            steps=steps,
+            long_documents=long_documents,
         )
-    return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
+    return store_source(
+        arguments.lengths, global_tokens, seed=seed, steps=steps, long_documents=long_documents
+    )
 
 
 def refuse_other_kinds(

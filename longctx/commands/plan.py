@@ -87,10 +87,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_picture(arguments.png)
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks)
-    check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
+    check_settings(
+        arguments.ranks,
+        arguments.tokens_per_rank,
+        mode="auto",
+        degree=None,
+        bins=None,
+        max_remote_tokens=None,
+        pipeline=pipeline,
+    )
     lengths, source, longest = _step(arguments)
     planned = preset_profile(
-        arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank
+        arguments.profile,
+        arguments.model,
+        pipeline=pipeline,
+        domain=arguments.ranks,
+        tokens_per_rank=arguments.tokens_per_rank,
     )
     plan = make_plan(
         lengths,

@@ -104,7 +104,9 @@ def plan_fixed_static(
     Raises PlanError for invalid input, or if the degree does not divide the ranks or does not hold
     every document.
     """
-    check_settings(ranks, tokens_per_rank, "static", degree, None, None)
+    check_settings(
+        ranks, tokens_per_rank, mode="static", degree=degree, bins=None, max_remote_tokens=None
+    )
     check_fixed_degree(
         degree, max(check_lengths(lengths, ranks, tokens_per_rank, profile)), ranks, tokens_per_rank
     )
@@ -132,7 +134,9 @@ def plan_placed(
 
     Raises PlanError for invalid input, or if `place` cannot hold them.
     """
-    check_settings(ranks, tokens_per_rank, "auto", None, None, None)
+    check_settings(
+        ranks, tokens_per_rank, mode="auto", degree=None, bins=None, max_remote_tokens=None
+    )
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     began = time.perf_counter()
     assignment = place(profile, sizes, ranks, tokens_per_rank)

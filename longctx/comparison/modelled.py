@@ -181,7 +181,7 @@ def _degree(planner: str, case: Case, profile: HardwareProfile) -> int:
         return case.fixed_degree or fixed_degree(longest, case.ranks, case.tokens_per_rank)
     steps = [case.lengths]
     return case.single_degree or best_single_degree(
-        steps, longest, case.ranks, case.tokens_per_rank, profile
+        steps, longest, ranks=case.ranks, tokens_per_rank=case.tokens_per_rank, profile=profile
     )
 
 

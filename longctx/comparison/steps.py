@@ -101,7 +101,7 @@ def file_source(
         return Drawn(first_lengths(sampler, steps))
 
     words = f"{_steps(steps)} of the {len(lengths):,} documents of {name}, seed {seed}"
-    return LengthSource(words, draw, max(lengths), seed, np.array(lengths))
+    return LengthSource(words, draw, longest=max(lengths), seed=seed, data_set=np.array(lengths))
 
 
 def store_source(
@@ -123,7 +123,9 @@ def store_source(
         f"the first {'step' if steps == 1 else _steps(steps)} of {path}, a store of "
         f"{len(store):,} documents, seed {seed}"
     )
-    return LengthSource(words, draw, int(store.lengths.max()), seed, store.lengths)
+    return LengthSource(
+        words, draw, longest=int(store.lengths.max()), seed=seed, data_set=store.lengths
+    )
 
 
 def first_lengths(sampler: Sampler, count: int) -> list[list[int]]:
@@ -176,10 +178,17 @@ def make_cases(
     words: list[str] = []
     refused: list[UserError] = []
     for n in ranks:
-        check_settings(n, tokens_per_rank, "auto", None, None, None)
+        check_settings(
+            n, tokens_per_rank, mode="auto", degree=None, bins=None, max_remote_tokens=None
+        )
         try:
             steps, remarks = _cases(
-                source, n, tokens_per_rank, profile, long_documents, fixed_degree
+                source,
+                n,
+                tokens_per_rank=tokens_per_rank,
+                profile=profile,
+                long_documents=long_documents,
+                fixed_degree=fixed_degree,
             )
         except (PlanError, SamplerError) as error:
             if all_must_fit:
@@ -222,9 +231,19 @@ def _cases(
         check_fixed_degree(fixed_degree, longest_kept, ranks, tokens_per_rank)
     single = None
     with suppress(PlanError):  # the rows say the reason
-        single = best_single_degree(fitted, longest_kept, ranks, tokens_per_rank, profile)
+        single = best_single_degree(
+            fitted, longest_kept, ranks=ranks, tokens_per_rank=tokens_per_rank, profile=profile
+        )
     cases = [
-        Case(lengths, ranks, tokens_per_rank, source.seed + i, longest_kept, fixed_degree, single)
+        Case(
+            lengths,
+            ranks,
+            tokens_per_rank=tokens_per_rank,
+            seed=source.seed + i,
+            longest=longest_kept,
+            fixed_degree=fixed_degree,
+            single_degree=single,
+        )
         for i, lengths in enumerate(fitted)
     ]
     words = [remark] if remark else []

@@ -82,7 +82,13 @@ class Row:
         value = values.pop(self.key)
         where = " and ".join(f"{name} is {yaml_text(other)}" for name, other in values.items())
         others = tuple(FACTS[name][0] if name in FACTS else name for name in values)
-        return Problem(self.key, value, f"not possible where {where}: {self.why}", self.fix, others)
+        return Problem(
+            self.key,
+            value,
+            rule=f"not possible where {where}: {self.why}",
+            fix=self.fix,
+            others=others,
+        )
 
 
 class _Condition(NamedTuple):

@@ -26,7 +26,9 @@ def process_rules(config: Config, world_size: int) -> Iterator[Problem]:
         fix = f"start {below} or {below + part} processes" if below else f"start {part} processes"
         sizes = f"{config.parallel.tensor_parallel_size} × {config.parallel.pipeline_parallel_size}"
         others = ("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size")
-        yield Problem("parallel", sizes, rule, f"{fix}, or change the sizes", others)
+        yield Problem(
+            "parallel", sizes, rule=rule, fix=f"{fix}, or change the sizes", others=others
+        )
     else:
         yield from _shards(config, config.domain(world_size))
         yield from _lengths(config, world_size)
@@ -76,7 +78,9 @@ def _lengths(config: Config, world_size: int) -> Iterator[Problem]:
                 f"its bin extends to {length}"
             )
             fix = "raise the bin's degree or batch.tokens_per_rank, or lower the bin's length"
-            yield Problem("context.bins", bins, rule, fix, ("batch.tokens_per_rank",))
+            yield Problem(
+                "context.bins", bins, rule=rule, fix=fix, others=("batch.tokens_per_rank",)
+            )
     if max_length is not None and max_length > longest:
         few = f"{world_size} process{'es' * (world_size > 1)}"
         rule = (
@@ -87,4 +91,4 @@ def _lengths(config: Config, world_size: int) -> Iterator[Problem]:
             "bin, or start more processes"
         )
         others = ("batch.tokens_per_rank", "context.degree", "context.bins")
-        yield Problem("data.max_length", max_length, rule, fix, others)
+        yield Problem("data.max_length", max_length, rule=rule, fix=fix, others=others)

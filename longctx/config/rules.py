@@ -61,28 +61,34 @@ def _model(config: Config, error: UserError) -> Iterator[Problem]:
         yield Problem(
             f"model.{model.changed_rope[0][0]}",
             model.changed_rope[0][1],
-            str(error),
-            fix,
-            ("model.from_pretrained",),
+            rule=str(error),
+            fix=fix,
+            others=("model.from_pretrained",),
         )
     elif isinstance(error, QuantizationError):
-        yield Problem("lora.base", lora.base, str(error), "omit it", ("model.from_pretrained",))
+        yield Problem(
+            "lora.base",
+            lora.base,
+            rule=str(error),
+            fix="omit it",
+            others=("model.from_pretrained",),
+        )
     elif not isinstance(error, LoraError):
         yield Problem(
             "model.from_pretrained",
             model.from_pretrained,
-            str(error),
-            _without(config),
-            ("model.implementation",),
+            rule=str(error),
+            fix=_without(config),
+            others=("model.implementation",),
         )
     elif _installed("peft"):  # `_missing` says that it is not
         fix = f"name some of these layers, or omit it for {ALL_LINEAR}"
         yield Problem(
             "lora.target_modules",
             lora.target_modules,
-            str(error),
-            fix,
-            ("lora.rank", "model.from_pretrained"),
+            rule=str(error),
+            fix=fix,
+            others=("lora.rank", "model.from_pretrained"),
         )
 
 
@@ -185,9 +191,9 @@ def _shares(config: Config) -> Iterator[Problem]:
         yield Problem(
             "batch.pad_to_multiple_of",
             batch.pad_to_multiple_of,
-            rule,
-            fix,
-            ("batch.tokens_per_rank",),
+            rule=rule,
+            fix=fix,
+            others=("batch.tokens_per_rank",),
         )
     if config.train.float8 is not None:
         tiles = config.train.mlp_tile_tokens or 0
@@ -201,7 +207,7 @@ def _shares(config: Config) -> Iterator[Problem]:
                     "tokens of each rank are padded"
                 )
                 fix = f"set it to {tokens + -tokens % FLOAT8_ROWS}, or omit train.float8"
-                yield Problem(key, tokens, rule, fix, ("train.float8",))
+                yield Problem(key, tokens, rule=rule, fix=fix, others=("train.float8",))
 
 
 def _groups(config: Config) -> Iterator[Problem]:
@@ -236,7 +242,7 @@ def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             f"but the model has {layers}"
         )
         others = ("parallel.pipeline_chunks", "model.num_hidden_layers")
-        yield Problem("parallel.pipeline_parallel_size", ranks, rule, fix, others)
+        yield Problem("parallel.pipeline_parallel_size", ranks, rule=rule, fix=fix, others=others)
 
 
 def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
@@ -254,7 +260,11 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         )
         fix = f"set it to {most}, or use a multiple of {size} KV heads"
         yield Problem(
-            "parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",)
+            "parallel.tensor_parallel_size",
+            size,
+            rule=rule,
+            fix=fix,
+            others=("model.num_key_value_heads",),
         )
     else:
         yield from _ulysses_degree(
@@ -266,7 +276,11 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             "travel expanded"
         )
         yield Problem(
-            "context.ulysses_degree", config.context.ulysses_degree, rule, "set it to 1", ()
+            "context.ulysses_degree",
+            config.context.ulysses_degree,
+            rule=rule,
+            fix="set it to 1",
+            others=(),
         )
     for key, width in _split_widths(spec).items():
         if leaves_rank_empty(width, size):
@@ -278,7 +292,7 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
                 "leaves none for the last ranks"
             )
             fix = f"set it to {below} or {above}" if below else f"set it to {above}"
-            yield Problem(key, width, rule, fix, ("parallel.tensor_parallel_size",))
+            yield Problem(key, width, rule=rule, fix=fix, others=("parallel.tensor_parallel_size",))
     if config.optimizer.name == "adamw-8bit":
         yield from _cut_blocks(config, spec)
     multiple = math.lcm(size, batch.pad_to_multiple_of)
@@ -290,7 +304,9 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         )
         fix = f"set it to {below} or {below + multiple}" if below else f"set it to {multiple}"
         others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
-        yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
+        yield Problem(
+            "batch.tokens_per_rank", batch.tokens_per_rank, rule=rule, fix=fix, others=others
+        )
 
 
 def _cut_blocks(config: Config, spec: ModelSpec) -> Iterator[Problem]:
@@ -319,7 +335,11 @@ def _cut_blocks(config: Config, spec: ModelSpec) -> Iterator[Problem]:
                 f"{' or '.join(map(str, possible))}"
             )
             yield Problem(
-                "optimizer.name", "adamw-8bit", rule, fix, ("parallel.tensor_parallel_size", key)
+                "optimizer.name",
+                "adamw-8bit",
+                rule=rule,
+                fix=fix,
+                others=("parallel.tensor_parallel_size", key),
             )
 
 
@@ -360,9 +380,9 @@ def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator
         yield Problem(
             "context.ulysses_degree",
             degree,
-            rule,
-            f"set it to {', '.join(map(str, possible))}",
-            others,
+            rule=rule,
+            fix=f"set it to {', '.join(map(str, possible))}",
+            others=others,
         )
 
 
@@ -388,5 +408,9 @@ def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     )
     others = ("model.num_experts", "parallel.tensor_parallel_size", "parallel.expert_parallel_size")
     yield Problem(
-        f"parallel.{key}", size, rule, f"set it to {', '.join(map(str, possible))}", others
+        f"parallel.{key}",
+        size,
+        rule=rule,
+        fix=f"set it to {', '.join(map(str, possible))}",
+        others=others,
     )

@@ -68,7 +68,9 @@ class Config(BaseModel):
         if self.lora.adapters is not None:
             return adapted(source, rope, self.lora.adapters, self.dtype)
         entries = (vocab_size or 0) if self.model.new_tokens is not None else 0
-        return pretrained(source, rope, self.model.implementation, split, entries)
+        return pretrained(
+            source, rope, implementation=self.model.implementation, split=split, entries=entries
+        )
 
     @property
     def dtype(self) -> str:

@@ -105,7 +105,9 @@ def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> 
     tokens = torch.zeros(BUCKETS, dtype=torch.int64).index_add_(0, bucket(lengths), targets)
     total = int(targets.sum())
     number = np.unique([piece.document for piece in documents.pieces]).size
-    overall = LossPart(1, None, number, total, _mean(float(by_length.sum()), total))
+    overall = LossPart(
+        1, None, documents=number, tokens=total, loss=_mean(float(by_length.sum()), total)
+    )
     counts = torch.bincount(bucket(lengths), minlength=BUCKETS)
     return LossReport(
         overall,
@@ -122,9 +124,9 @@ def _parts(
         LossPart(
             1 if index == 0 else SMALLEST << (index - 1),
             (SMALLEST << index) - 1,
-            None if documents is None else documents[index],
-            tokens[index],
-            _mean(float(sums[index]), tokens[index]),
+            documents=None if documents is None else documents[index],
+            tokens=tokens[index],
+            loss=_mean(float(sums[index]), tokens[index]),
         )
         for index in range(BUCKETS)
         if tokens[index] or (documents is not None and documents[index])

@@ -181,7 +181,11 @@ def check_model(
     without gradients; on every rank if the model is sharded.
     """
     probe = Probe(
-        model, model, next(model.get_input_embeddings().parameters()).dtype, causal, first_position
+        model,
+        model,
+        dtype=next(model.get_input_embeddings().parameters()).dtype,
+        causal=causal,
+        first_position=first_position,
     )
     probe.head = head
     check_finite(model)

@@ -67,7 +67,7 @@ class QuantizedLinear(nn.Module):
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns the matrix [out, in] of bytes."""
-        return unpack(packed, self.base, self.rows, self.columns, dtype)
+        return unpack(packed, self.base, rows=self.rows, columns=self.columns, dtype=dtype)
 
 
 def quantize_layers(root: nn.Module, base: str) -> None:
@@ -139,13 +139,13 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.layout = base, rows, columns
-        return F.linear(x, unpack(packed, base, rows, columns, x.dtype))
+        return F.linear(x, unpack(packed, base, rows=rows, columns=columns, dtype=x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (packed,), (gradient,), (base, rows, columns) = ctx.saved_tensors, gradients, ctx.layout
         return (
-            gradient @ unpack(packed, base, rows, columns, gradient.dtype),
+            gradient @ unpack(packed, base, rows=rows, columns=columns, dtype=gradient.dtype),
             None,
             None,
             None,

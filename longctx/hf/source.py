@@ -162,7 +162,14 @@ def pretrained(
     `split`: whether matrices or layers are split over ranks; `entries`: entries up to which its
     vocabulary is extended. Raises PretrainedError if the checkpoint cannot be used.
     """
-    return _pretrained(source, state_of(source), rope, implementation, split, entries)
+    return _pretrained(
+        source,
+        state_of(source),
+        rope=rope,
+        implementation=implementation,
+        split=split,
+        entries=entries,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -211,7 +218,7 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
 
     Raises PretrainedError if the checkpoint cannot be used, LoraError if peft is not installed.
     """
-    return _adapted(source, state_of(source), rope, lora, dtype)
+    return _adapted(source, state_of(source), rope=rope, lora=lora, dtype=dtype)
 
 
 @lru_cache(maxsize=64)

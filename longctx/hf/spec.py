@@ -164,7 +164,12 @@ def _latent(config: Any, layer: nn.Module) -> Latent:
 
 def _scan(layer: nn.Module, costs: LinearCosts) -> Scan:
     return Scan(
-        state_size(layer), costs.scan, costs.split, has_delta_rule(layer), costs.kept, costs.working
+        state_size(layer),
+        costs.scan,
+        split_flops=costs.split,
+        delta_rule=has_delta_rule(layer),
+        kept=costs.kept,
+        working=costs.working,
     )
 
 

@@ -103,7 +103,11 @@ class BlockMemory:
         self.prefetched = self.stream if offloaded else 0
         """The input of the block that backward comes to next."""
         block_input = Entry(
-            "attention", "input of the block", 0 if offloaded else self.stream, INPUT, spared
+            "attention",
+            "input of the block",
+            size=0 if offloaded else self.stream,
+            kept_by=INPUT,
+            spared=spared,
         )
         self.entries = (
             block_input,

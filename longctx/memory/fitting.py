@@ -97,7 +97,14 @@ class RunMemory:
         return estimate(self.spec, config, self.ranks, self.loads(config), fused=self.fused)
 
     def fits(self, config: Config, available: int, loads: Sequence[Load]) -> bool:
-        return fits(self.spec, config, self.ranks, loads, available, fused=self.fused)
+        return fits(
+            self.spec,
+            config,
+            ranks=self.ranks,
+            candidates=loads,
+            available=available,
+            fused=self.fused,
+        )
 
     def available(self, config: Config) -> tuple[int | None, str]:
         """Returns the bytes that each rank has, None if unknown, and of what; GPUs that are not

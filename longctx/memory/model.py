@@ -66,7 +66,10 @@ def estimate(
 ) -> Memory:
     """Estimates peak memory on the fullest of `ranks` processes under any of the loads; `fused`:
     CUDA's fused operations."""
-    return max(_moments(spec, config, ranks, candidates, fused), key=lambda memory: memory.total)
+    return max(
+        _moments(spec, config, ranks=ranks, candidates=candidates, fused=fused),
+        key=lambda memory: memory.total,
+    )
 
 
 def fits(
@@ -81,7 +84,8 @@ def fits(
     """Returns whether an `estimate` would be at most `available` bytes; stops at the first moment
     that exceeds it."""
     return all(
-        memory.total <= available for memory in _moments(spec, config, ranks, candidates, fused)
+        memory.total <= available
+        for memory in _moments(spec, config, ranks=ranks, candidates=candidates, fused=fused)
     )
 
 
@@ -93,7 +97,13 @@ def _moments(
         parts = [(rank, False) for rank in range(config.parallel.pipeline_parallel_size)]
         for pipeline_rank, in_encoder in parts + [(0, True)] * bool(spec.encoder_layers):
             for moment in RankMemory(
-                spec, config, ranks, load, fused, pipeline_rank, in_encoder
+                spec,
+                config,
+                ranks=ranks,
+                load=load,
+                fused=fused,
+                pipeline_rank=pipeline_rank,
+                in_encoder=in_encoder,
             ).moments():
                 yield replace(moment, device=device)
 
@@ -216,7 +226,7 @@ class RankMemory:
                 for attends, scan in kinds
             }
             self.blocks = {
-                kind: BlockMemory(sized, config, layer, its_load, fused)
+                kind: BlockMemory(sized, config, layer=layer, load=its_load, fused=fused)
                 for kind, layer in alike.items()
             }
             self.block = self.blocks[kinds[0]]
@@ -224,10 +234,10 @@ class RankMemory:
         self.weights = Weights(
             spec,
             config,
-            _mean(held) if spec.encoder_layers else self.layer,
-            held,
-            self.first,
-            self.last,
+            layer=_mean(held) if spec.encoder_layers else self.layer,
+            held=held,
+            first=self.first,
+            last=self.last,
         )
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)

@@ -150,7 +150,13 @@ class _Watched(torch.autograd.Function):
                 ctx.wait()
             with torch.enable_grad():
                 logits = saved.detach().requires_grad_()
-                values = _losses(logits, rows, getattr(ctx, "shares", None), documents, watch)
+                values = _losses(
+                    logits,
+                    rows,
+                    shares=getattr(ctx, "shares", None),
+                    documents=documents,
+                    watch=watch,
+                )
                 total = values[0] * watch.document_loss + values[1] * watch.z_loss
                 (added,) = torch.autograd.grad(total, logits)
             losses = values.detach().to(torch.float64)

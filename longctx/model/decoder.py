@@ -153,9 +153,9 @@ class Decoder(StagedModel):
         self.rope = Rope(
             shape.head_dim,
             shape.rope_theta,
-            shape.rope_scaling,
-            shape.rope_factor,
-            shape.rope_original_length,
+            scaling=shape.rope_scaling,
+            factor=shape.rope_factor,
+            original_length=shape.rope_original_length,
             low_freq_factor=shape.rope_low_freq_factor,
             high_freq_factor=shape.rope_high_freq_factor,
             beta_fast=shape.rope_beta_fast,

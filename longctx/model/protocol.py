@@ -192,7 +192,14 @@ class StagedModel(Model):
         head: Head,
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
-        return self.run(self.layers, self.embed(tokens), positions, attention, head, documents)
+        return self.run(
+            self.layers,
+            self.embed(tokens),
+            positions=positions,
+            attention=attention,
+            head=head,
+            documents=documents,
+        )
 
 
 def differences_but_rope(differences: Sequence[str]) -> list[str]:

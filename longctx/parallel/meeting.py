@@ -48,7 +48,7 @@ def meet(
     hosts = [f"host/{other}" for other in range(ranks)]
     store.set(hosts[rank], host)
     if rank == 0:
-        _answer(server, store, hosts, mine, deadline)
+        _answer(server, store, hosts=hosts, name=mine, deadline=deadline)
     else:
         with suppress(DistStoreError):
             store.wait(hosts, timedelta(seconds=max(POLL_S, deadline - time.monotonic())))
@@ -97,7 +97,13 @@ def meet_all(launch: Launch, timeout_s: float) -> Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        store, hosts = meet(server, launch.rank, launch.world_size, socket.gethostname(), timeout_s)
+        store, hosts = meet(
+            server,
+            launch.rank,
+            ranks=launch.world_size,
+            host=socket.gethostname(),
+            timeout_s=timeout_s,
+        )
     except (dist.DistError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         listener = "it" if listens else "rank 0 or torchrun"

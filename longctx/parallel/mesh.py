@@ -272,16 +272,16 @@ def make_groups(
     mesh = Mesh(
         device,
         domain,
-        weights,
-        of_tensor,
-        copies,
-        exchange,
-        control,
-        stages,
-        ends,
-        experts,
-        tokens,
-        across,
+        weights=weights,
+        tensor=of_tensor,
+        copies=copies,
+        exchange=exchange,
+        control=control,
+        pipeline=stages,
+        ends=ends,
+        experts=experts,
+        tokens=tokens,
+        across=across,
     )
     for group in (exchange, across, stages, ends):
         if group is not None:

@@ -197,7 +197,9 @@ class Peers:
         self._number += 1
         self._store.set(
             f"sign/{self._rank}",
-            json.dumps(asdict(Sign(self._number, self._host, position, error, place))),
+            json.dumps(
+                asdict(Sign(self._number, self._host, position=position, error=error, place=place))
+            ),
         )
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Sign]:

@@ -81,7 +81,12 @@ def timeline(plan: Plan) -> Timeline:
             busy[p.first_rank : p.first_rank + p.degree] = stop
             blocks.append(
                 DocumentBlock(
-                    p.document, p.degree, k, p.first_rank, _seconds(start), _seconds(stop)
+                    p.document,
+                    p.degree,
+                    micro_batch=k,
+                    first_rank=p.first_rank,
+                    start_s=_seconds(start),
+                    stop_s=_seconds(stop),
                 )
             )
         for rank, exposed in enumerate(result.exposed[k].tolist()):
@@ -90,7 +95,11 @@ def timeline(plan: Plan) -> Timeline:
         spans.append((now / NANOSECONDS, (now + int(result.micro_batch_ns[k])) / NANOSECONDS))
         now += int(result.micro_batch_ns[k])
     return Timeline(
-        plan.ranks, result.makespan_ns / NANOSECONDS, tuple(blocks), tuple(waits), tuple(spans)
+        plan.ranks,
+        result.makespan_ns / NANOSECONDS,
+        blocks=tuple(blocks),
+        waits=tuple(waits),
+        micro_batches=tuple(spans),
     )
 
 

@@ -105,7 +105,14 @@ def build_model(
     in_host_memory = train.offload_optimizer and on_gpu
     if in_host_memory and (threads := host_threads()) is not None:
         torch.set_num_threads(threads)  # else the optimizer would use one core
-    shard(model, mesh, dtype, config.parallel.reshard_after, stages, in_host_memory)
+    shard(
+        model,
+        mesh,
+        dtype=dtype,
+        reshard_after=config.parallel.reshard_after,
+        stages=stages,
+        offload_optimizer=in_host_memory,
+    )
     with returned_when_freed():
         initialize_sharded(
             model,
@@ -119,7 +126,14 @@ def build_model(
     if stages is None:
         return model, None
     assert isinstance(model, StagedModel)
-    return model, PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
+    return model, PipelineRun(
+        model,
+        stages,
+        pipeline=pipeline,
+        mesh=mesh,
+        wire_rows=config.batch.tokens_per_rank,
+        dtype=dtype,
+    )
 
 
 def limit_rows(model: Model, config: Config) -> None:

@@ -169,12 +169,24 @@ class Passes:
         positions = copy_to(micro_batch.positions, device)
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
         return Inputs(
-            micro_batch_name(batch, number), tokens, positions, attention, head, documents
+            micro_batch_name(batch, number),
+            tokens,
+            positions=positions,
+            attention=attention,
+            head=head,
+            documents=documents,
         )
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
         plan = batch.plan
         layout = micro_batch.layout
         return self.model.attention(
-            make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock)
+            make_attention(
+                self.config,
+                self.mesh,
+                spec=self.model.spec,
+                plan=plan,
+                layout=layout,
+                clock=self.clock,
+            )
         )

@@ -44,7 +44,14 @@ class Run:
         device = prepare_device(config.train.device, launch)
         data = RunData.open(config)
         config = with_steps(config, data.store, launch.world_size)
-        return cls(config, launch, device, data, config.model_source(data.vocab_size), **others)
+        return cls(
+            config,
+            launch,
+            device=device,
+            data=data,
+            source=config.model_source(data.vocab_size),
+            **others,
+        )
 
     @property
     def resumes(self) -> bool:

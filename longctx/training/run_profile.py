@@ -227,7 +227,7 @@ def scaled_profile(
     )
     if queries_first or config.context.ulysses_degree > 1:
         work = replace(work, queries=0.0)  # heads are swapped once the queries are there
-    scaled = _scaled(name, profile, described, work, "this run", node)
+    scaled = _scaled(name, profile, described=described, work=work, what="this run", node=node)
     if config.train.float8 is not None:
         scaled = replace(scaled, profile=in_float8(scaled.profile))
         lines.append(
@@ -248,7 +248,9 @@ def scaled_profile(
             f"updates by {optimizer} take {updates_s:.3g} s of a step, by the speed of the model's "
             "products"
         )
-    doubts = _doubts(name, described, device.type, gpu, config.dtype, default=asked is None)
+    doubts = _doubts(
+        name, described, device=device.type, gpu=gpu, dtype=config.dtype, default=asked is None
+    )
     return replace(scaled, lines=(*scaled.lines, *lines, *doubts))
 
 
@@ -282,7 +284,7 @@ def preset_profile(
     gpus = domain * pipeline.ranks * described.tensor_parallel_size
     work = described.work_of(spec, pipeline=pipeline, tokens_per_rank=tokens_per_rank, gpus=gpus)
     what = (preset or "its model") + " in a pipeline" * (pipeline.ranks > 1)
-    scaled = _scaled(name, profile, described, work, what)
+    scaled = _scaled(name, profile, described=described, work=work, what=what)
     if scaled.profile == profile:
         return scaled
     return replace(scaled, name=f"{name}, scaled to {what}")

@@ -78,14 +78,28 @@ class Documents:
         )
         tokens = config.batch.global_tokens
         multiple = padding(config)
-        return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long)
+        return cls(
+            store,
+            sampler.in_order(),
+            step_tokens=tokens,
+            pad_to_multiple_of=multiple,
+            max_length=max_length,
+            long=sampler.long,
+        )
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
         """Yields this rank's share of all pieces, step by step. Collective."""
         for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens), start=1):
             plan, _ = plan_step(self.store, pieces, planner, None)
             mesh.agree(plan.hash, f"plan {step} of the evaluation")
-            yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of)
+            yield read_step(
+                self.store,
+                pieces,
+                plan=plan,
+                rank=mesh.rank,
+                step=step,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
 
 
 def in_steps(pieces: Iterable[Piece], tokens: int) -> Iterator[list[Piece]]:
@@ -113,7 +127,11 @@ def validation_documents(config: Config, data: RunData, max_length: int) -> Docu
     store = data.validation
     if store is None:
         return Documents.choose(
-            config, training, max_length, config.eval.documents, config.data.held_out
+            config,
+            training,
+            max_length=max_length,
+            first=config.eval.documents,
+            held_out_share=config.data.held_out,
         )
     if store.tokenizer.fingerprint != training.tokenizer.fingerprint:
         raise UserError(

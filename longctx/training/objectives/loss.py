@@ -118,7 +118,7 @@ class _Chunk:
             gathered = part.gather(torch.stack([log_total, target_logits]))
             log_total = gathered[:, 0].logsumexp(0)
             target_logits = gathered[:, 1].sum(0)
-        return cls(logits, log_total, target_logits, targets, is_own)
+        return cls(logits, log_total, target_logits=target_logits, targets=targets, is_own=is_own)
 
     def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, compiled: bool) -> torch.Tensor:
         """Returns the gradient of Σ counts · -log p / divisor with respect to the logits."""
@@ -158,7 +158,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         else:
             divided_by = counts.new_full((), divisor)
         for rows in chunks:
-            chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, compiled)
+            chunk = _Chunk.of(
+                hidden[rows], weight, labels=labels[rows], part=part, compiled=compiled
+            )
             counted = counts[rows]
             losses = (chunk.log_total - chunk.target_logits).where(counted != 0, 0) * counted
             total += losses.sum(dtype=torch.float64)
@@ -226,7 +228,13 @@ def cross_entropy_sum(
     """
     if not isinstance(weight, torch.Tensor):
         return _sum_by_projection(
-            hidden, weight, labels, divisor, chunk_tokens or CHUNK_TOKENS, weights, rows
+            hidden,
+            weight,
+            labels=labels,
+            divisor=divisor,
+            chunk_tokens=chunk_tokens or CHUNK_TOKENS,
+            weights=weights,
+            rows=rows,
         )
     hidden, weight, part = vocabulary_part(hidden, weight)
     counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))

@@ -148,7 +148,9 @@ def export(
             writer.close()
             size = writer.total
             files = len(writer.files)
-            what, length = _write_beside(partial, model, source, chosen, kept, dtype)
+            what, length = _write_beside(
+                partial, model, source=source, saved=chosen, kept=kept, dtype=dtype
+            )
         write_list(partial)
         stays = replace(place, made=partial, own=[LIST, *listed])
     count = "1 file" if files == 1 else f"{files} files"
