@@ -40,18 +40,17 @@ class Mask:
 
     Attributes:
         causal: whether a token sees only itself and earlier tokens; if False it also sees later
-        tokens (encoders). window: number of nearest tokens that a token sees, including itself:
-        window - 1 before it and, if not causal, as many
-            after it. None: all tokens.
+            tokens (encoders).
+        window: number of nearest tokens that a token sees, including itself: window - 1 before it
+            and, if not causal, as many after it. None: all tokens.
         sinks: number of first tokens of a document that are visible (with `causal`, to later
-        tokens) outside the window too. prefix: {document: tokens}, with the document's index in the
-        plan: number of first tokens (a prompt) that see each other
-            in both directions, regardless of the window.
+            tokens) outside the window too.
+        prefix: {document: tokens}, with the document's index in the plan: number of first tokens (a
+            prompt) that see each other in both directions, regardless of the window.
         blocks: {document: spans of tokens, ascending}: tokens of a span (an image) also see all
-        later tokens of the span,
-            regardless of the window.
+            later tokens of the span, regardless of the window.
         hidden: {document: spans of tokens, ascending}: tokens that no token sees, not even they
-        themselves.
+            themselves.
     """
 
     causal: bool = True

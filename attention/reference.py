@@ -24,8 +24,7 @@ def reference_attention(
 
     Args:
         q, k, v: [T, heads, dim], [T, kv_heads, dim] and [T, kv_heads, v_dim]; rows hold documents
-        of `lengths` in order, then
-            optional padding.
+            of `lengths` in order, then optional padding.
         lengths: tokens of each document.
         scale, mask, softcap, sink_logits: as in `ring_attention`.
 

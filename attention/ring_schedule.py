@@ -50,8 +50,7 @@ class Hop:
 
     Attributes:
         sends: (peer, rows to send). The first hop of a round sends rows of the local buffer, the
-        second hop rows that
-            the first one received.
+            second hop rows that the first one received.
         receives: (peer, number of rows); received rows are stored in this order.
     """
 

@@ -52,10 +52,13 @@ class PlannedSplit:
     """A split that fits, and its predictions.
 
     Attributes:
-        split: the split. step_s: mean time per step. tokens_per_s_per_gpu: throughput per GPU. mfu:
-        model FLOP utilization. bubble_share: mean share of a step in which the pipeline fills and
-        drains. memory: peak memory of a rank with all tokens of its budget, in a ring of the
-        longest document.
+        split: the split.
+        step_s: mean time per step.
+        tokens_per_s_per_gpu: throughput per GPU.
+        mfu: model FLOP utilization.
+        bubble_share: mean share of a step in which the pipeline fills and drains.
+        memory: peak memory of a rank with all tokens of its budget, in a ring of the longest
+            document.
     """
 
     split: Split
@@ -159,11 +162,15 @@ def search(
     """Searches for the `best` splits for the documents of the steps.
 
     Args:
-        machine: the GPUs. spec: the model, with its vocabulary. steps: document lengths of every
-        step. gpus: number of GPUs, in nodes of the size in the machine's profile. longest: tokens
-        of the longest document of the data set, which every split must hold (None: of the steps).
-        budgets: values of tokens_per_rank to try. best: number of splits to return. progress:
-        called with the current phase, the number of splits done and their total.
+        machine: the GPUs.
+        spec: the model, with its vocabulary.
+        steps: document lengths of every step.
+        gpus: number of GPUs, in nodes of the size in the machine's profile.
+        longest: tokens of the longest document of the data set, which every split must hold (None:
+            of the steps).
+        budgets: values of tokens_per_rank to try.
+        best: number of splits to return.
+        progress: called with the current phase, the number of splits done and their total.
 
     Raises:
         UserError: if no split fits, with the smallest memory that a split needs.

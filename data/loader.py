@@ -55,11 +55,13 @@ class Loader(Iterator[StepBatch]):
     """An endless iterator over the steps of one rank.
 
     Args:
-        store: documents of one store or several. rank, ranks: this rank, and the number N of ranks
-        in the domain. planner: makes the plan of a step from the lengths of its documents; runs in
-        the background thread. pad_to_multiple_of: every micro-batch is padded to a multiple of this
-        number of tokens. merging: merges the documents of a step that begin alike; None: they stay
-        apart. order: decides the documents of every step; `make_steps` may raise SamplerError here.
+        store: documents of one store or several.
+        rank, ranks: this rank, and the number N of ranks in the domain.
+        planner: makes the plan of a step from the lengths of its documents; runs in the background
+            thread.
+        pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
+        merging: merges the documents of a step that begin alike; None: they stay apart.
+        order: decides the documents of every step; `make_steps` may raise SamplerError here.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would
     have returned the step.

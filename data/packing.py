@@ -43,15 +43,17 @@ class MicroBatch:
     multiple.
 
     Attributes:
-        layout: spans of documents that the rank holds, and their rows in the buffer. tokens: int64
-        `[T]`; padding is 0. labels: int64 `[T]`; the next token of the same document, or of an
-        encoder the token itself; -100 without a target and
-            in padding.
+        layout: spans of documents that the rank holds, and their rows in the buffer.
+        tokens: int64 `[T]`; padding is 0.
+        labels: int64 `[T]`; the next token of the same document, or of an encoder the token itself;
+            -100 without a target and in padding.
         positions: int64 `[T]`; position in the document, or on the path of a tree, from 0; padding
-        is 0. weights: float32 `[T]`; factor of the loss of every row, where tokens have weights or
-        sequences were merged; None: 1. source: what an encoder-decoder's encoder reads; None for
-        other models. The other fields then describe the target:
-            tokens are the start token and target[:-1], labels are the target.
+            is 0.
+        weights: float32 `[T]`; factor of the loss of every row, where tokens have weights or
+            sequences were merged; None: 1.
+        source: what an encoder-decoder's encoder reads; None for other models. The other fields
+            then describe the target: tokens are the start token and target[:-1], labels are the
+            target.
     """
 
     index: int
@@ -74,10 +76,12 @@ class EncoderInput:
     is then of the targets.
 
     Attributes:
-        layout: spans of the sources that the rank holds, and their rows in the buffer. cross:
-        layout of cross-attention, in which the tokens of a target see all tokens of its source.
-        tokens, positions: as in `MicroBatch`. hidden: spans of targets, by document of the plan,
-        whose tokens no token of the decoder sees.
+        layout: spans of the sources that the rank holds, and their rows in the buffer.
+        cross: layout of cross-attention, in which the tokens of a target see all tokens of its
+            source.
+        tokens, positions: as in `MicroBatch`.
+        hidden: spans of targets, by document of the plan, whose tokens no token of the decoder
+            sees.
     """
 
     layout: Layout
@@ -102,16 +106,20 @@ class StepBatch:
     """Data of one rank for one optimizer step.
 
     Attributes:
-        step: number of the step, from 1. plan: plan of the step, the same on all ranks. documents:
-        names of the documents, by the plan's document index, for messages. tokens: number of tokens
-        of the step, over the whole domain, before merging. target_tokens: number of labels of the
-        step other than -100, over the whole domain: the divisor of the loss. micro_batches: this
-        rank's share of each micro-batch of the plan. data_wait_s: seconds that the caller waited
-        for this batch. weights: weight of each target, by sequence; empty: 1 for all.
+        step: number of the step, from 1.
+        plan: plan of the step, the same on all ranks.
+        documents: names of the documents, by the plan's document index, for messages.
+        tokens: number of tokens of the step, over the whole domain, before merging.
+        target_tokens: number of labels of the step other than -100, over the whole domain: the
+            divisor of the loss.
+        micro_batches: this rank's share of each micro-batch of the plan.
+        data_wait_s: seconds that the caller waited for this batch.
+        weights: weight of each target, by sequence; empty: 1 for all.
         target_weight: sum of the weights of all targets of the step, over the whole domain;
-        `target_tokens` without weights. source_tokens: tokens of the step by the path of their
-        store; empty with a single store. rows: document of the plan of every sequence that was
-        merged, and its rows there; empty: each document is a sequence.
+            `target_tokens` without weights.
+        source_tokens: tokens of the step by the path of their store; empty with a single store.
+        rows: document of the plan of every sequence that was merged, and its rows there; empty:
+            each document is a sequence.
     """
 
     step: int
@@ -218,12 +226,14 @@ def pack_documents(
     your own trainer.
 
     Args:
-        plan: plan made from the lengths of these documents. rank: this rank in the plan's domain.
-        documents: token ids `[tokens]` of each document, by the plan's document index. labels: as
-        long as the documents and NOT shifted, -100 where a token is not a target; None: the
-        documents. pad_to_multiple_of: every micro-batch is padded to a multiple of this number of
-        tokens. shift: whether a token predicts the next label; False: the label in its own place,
-        for encoders and trees.
+        plan: plan made from the lengths of these documents.
+        rank: this rank in the plan's domain.
+        documents: token ids `[tokens]` of each document, by the plan's document index.
+        labels: as long as the documents and NOT shifted, -100 where a token is not a target; None:
+            the documents.
+        pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
+        shift: whether a token predicts the next label; False: the label in its own place, for
+            encoders and trees.
 
     Returns the micro-batches in the order of the plan, and the number of targets of the whole step
     over all ranks: divide the sum of token losses by it, and sum gradients over the ranks. Raises
@@ -267,12 +277,16 @@ def pack_seq2seq(
 
     Args:
         plan: plan made from the lengths of sources and targets together, `len(source) +
-        len(target)` of each document. rank: this rank in the plan's domain. sources, targets: token
-        ids of each document's source and target, at least one of each, by the plan's document
-        index. start_token: first token that the decoder reads (`decoder.bos_token_id` of T5Gemma);
-        the next ones are the target. labels: as long as the targets, -100 where a token is no
-        target of the loss; None: the targets. pad_to_multiple_of: sources and targets of every
-        micro-batch are each padded to a multiple of this number of tokens.
+            len(target)` of each document.
+        rank: this rank in the plan's domain.
+        sources, targets: token ids of each document's source and target, at least one of each, by
+            the plan's document index.
+        start_token: first token that the decoder reads (`decoder.bos_token_id` of T5Gemma); the
+            next ones are the target.
+        labels: as long as the targets, -100 where a token is no target of the loss; None: the
+            targets.
+        pad_to_multiple_of: sources and targets of every micro-batch are each padded to a multiple
+            of this number of tokens.
 
     Returns the micro-batches in the order of the plan, and the number of labels of the whole step
     over all ranks. Raises PackingError if the documents do not match the plan, or have an empty

@@ -126,18 +126,19 @@ class Sampler:
 
     Args:
         documents: a store, of which pieces without a target are left out; or tokens per document
-        alone, int64 `[documents]`. global_tokens: minimum number of tokens per step.
+            alone, int64 `[documents]`.
+        global_tokens: minimum number of tokens per step.
         long_documents: treatment of longer documents: split, drop, error, truncate_left (keeps the
-        end) or truncate_right.
-            None: error for those of a store that are partly trained, as conversations are, split
-            for the others.
+            end) or truncate_right. None: error for those of a store that are partly trained, as
+            conversations are, split for the others.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
         stream: numbers added to the seed, so that the orders of several stores are independent.
 
     Attributes:
         pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of
-        the longest piece. long: number of documents longer than `max_length`. dropped: number of
-        documents that `drop` leaves out of every epoch.
+            the longest piece.
+        long: number of documents longer than `max_length`.
+        dropped: number of documents that `drop` leaves out of every epoch.
 
     Raises SamplerError for a long document under `error`, and if no document is left.
     """

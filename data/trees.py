@@ -87,17 +87,15 @@ def merge_prefixes(
     """Merges sequences that begin alike.
 
     Args:
-        sequences: token ids `[tokens]` of each, at least one. labels: as long as the sequences and
-        NOT shifted, -100 where a token is not a target; None: the sequences. most_tokens: maximum
-        number of tokens of a tree, such as those that all ranks hold in a micro-batch. Sequences
-        that
-            would be more become several trees. None: any number.
+        sequences: token ids `[tokens]` of each, at least one.
+        labels: as long as the sequences and NOT shifted, -100 where a token is not a target; None:
+            the sequences.
+        most_tokens: maximum number of tokens of a tree, such as those that all ranks hold in a
+            micro-batch. Sequences that would be more become several trees. None: any number.
         tokens_per_rank: tokens that a rank holds in a micro-batch, beyond which trees are only as
-        large as is worth it, see
-            `is_too_large`. None: as large as they may be.
+            large as is worth it, see `is_too_large`. None: as large as they may be.
         least_shared: number of first rows that sequences must share to be merged. Each tree is in
-        one micro-batch, so plans
-            with fewer, larger documents have less freedom.
+            one micro-batch, so plans with fewer, larger documents have less freedom.
         weights: weight of each sequence in the loss; None: 1 for all.
 
     Raises PackingError for sequences, labels and weights that do not match.

@@ -62,12 +62,13 @@ def train(
     calls it.
 
     Args:
-        resume: continue from the newest complete checkpoint of `train.run_dir`. step: continue from
-        the checkpoint of this step instead; later ones are moved to a folder set-aside-1 of the
-        run. resume_if_any: the same if there is a checkpoint, else start from the beginning.
+        resume: continue from the newest complete checkpoint of `train.run_dir`.
+        step: continue from the checkpoint of this step instead; later ones are moved to a folder
+            set-aside-1 of the run.
+        resume_if_any: the same if there is a checkpoint, else start from the beginning.
         continued: folder of another run, whose newest complete checkpoint is the beginning of this
-        run: weights, moments, step
-            and places in the stores. Lengths, stores, batch, parallelism and RoPE may differ.
+            run: weights, moments, step and places in the stores. Lengths, stores, batch,
+            parallelism and RoPE may differ.
         trace_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
 
     Returns the exit status of this process: 0 after the last step, 128 + the signal's number if a

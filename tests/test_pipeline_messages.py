@@ -209,8 +209,9 @@ class Run:
     """Steps of a pipeline over a domain; world ranks as in `longctx.parallel.mesh`.
 
     Attributes:
-        domain: ranks of each stage. steps: (whether it trains or validates, documents of each
-        micro-batch: lengths and placements).
+        domain: ranks of each stage.
+        steps: (whether it trains or validates, documents of each micro-batch: lengths and
+            placements).
     """
 
     pipeline: Pipeline

@@ -25,9 +25,11 @@ def compile_variants(
     backward, so that it compiles now.
 
     Args:
-        kernel: name of the kernel, or auto. request: what the kernel must support. heads: heads of
-        the queries and of the keys; kernels depend on their ratio. window: whether the layer has a
-        window, for which causal and dense segments are limited to the left.
+        kernel: name of the kernel, or auto.
+        request: what the kernel must support.
+        heads: heads of the queries and of the keys; kernels depend on their ratio.
+        window: whether the layer has a window, for which causal and dense segments are limited to
+            the left.
     """
     q_heads, kv_heads = heads
     dim, v_dim = request.head_dim, request.v_head_dim

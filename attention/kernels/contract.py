@@ -67,9 +67,10 @@ class Options(NamedTuple):
     """What a call computes besides its segments, and how.
 
     Attributes:
-        scale, softcap: of the scores. deterministic: backward calls with equal inputs give bitwise
-        equal gradients. overlapped: messages are in flight, so a kernel that fills the GPU should
-        leave them some processors.
+        scale, softcap: of the scores.
+        deterministic: backward calls with equal inputs give bitwise equal gradients.
+        overlapped: messages are in flight, so a kernel that fills the GPU should leave them some
+            processors.
     """
 
     scale: float

@@ -28,9 +28,9 @@ class Sequences:
 
     Attributes:
         edges_q, edges_k: boundaries of their queries and keys (int32, on the device, same length).
-        longest_q, longest_k: largest number of queries and of keys. left, right: window: number of
-        keys before and after its diagonal key that a query sees (aligned to the bottom right);
-            None: all.
+        longest_q, longest_k: largest number of queries and of keys.
+        left, right: window: number of keys before and after its diagonal key that a query sees
+            (aligned to the bottom right); None: all.
     """
 
     edges_q: Tensor
@@ -77,10 +77,12 @@ class Library:
     """A flash attention library.
 
     Attributes:
-        name: name for messages. missing: returns why the library is not available, or None.
+        name: name for messages.
+        missing: returns why the library is not available, or None.
         refusal: returns why it does not support a request on a GPU of some capability, or None.
         forward, backward: its functions. Results for queries without keys and keys without queries
-        may be arbitrary. workspace: returns the bytes that its backward allocates (see `contract`).
+            may be arbitrary.
+        workspace: returns the bytes that its backward allocates (see `contract`).
         made_for_hopper: whether it reaches the speed of Hopper or Blackwell GPUs.
     """
 

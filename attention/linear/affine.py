@@ -33,12 +33,13 @@ class Lanes:
 
     Attributes:
         active: number of lanes that have a first, second, .. map. The first maps of all lanes come
-        first, then the second ones. carried: number of lanes that another lane of their segment
-        follows; they come first, in the order of the segments. gathered, places: map of every place
-        in that order, and place of every map. mirror: map of every map if each segment is reversed.
+            first, then the second ones.
+        carried: number of lanes that another lane of their segment follows; they come first, in the
+            order of the segments.
+        gathered, places: map of every place in that order, and place of every map.
+        mirror: map of every map if each segment is reversed.
         begins: row of the state before every lane, in [states before the combined maps; states
-        after them], or in the states
-            before the segments if each is one lane.
+            after them], or in the states before the segments if each is one lane.
         last: last lane of every segment.
         upper: the lanes of the combined maps; None: every segment is one lane.
     """
@@ -128,9 +129,11 @@ class Maps(NamedTuple):
 
     Attributes:
         move: diagonal of a matrix, [maps, heads, k or 1, 1]; of combined maps also the matrix
-        [maps, heads, k, k]. added: [maps, heads, k, v], like `values` zero in columns that it does
-        not have, before those that it has. left, right: [maps, heads, rows, k]. values: [maps,
-        heads, rows, v].
+            [maps, heads, k, k].
+        added: [maps, heads, k, v], like `values` zero in columns that it does not have, before
+            those that it has.
+        left, right: [maps, heads, rows, k].
+        values: [maps, heads, rows, v].
     """
 
     move: torch.Tensor

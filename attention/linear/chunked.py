@@ -93,11 +93,12 @@ def scan_chunks(
     [segments, heads, k_dim, columns].
 
     Args:
-        q, k: [rows, heads, k_dim], float32 or float64, like all tensors. v: [rows, heads, v_dim].
-        decay: [rows, heads, k_dim or 1]. beta: [rows, heads]; no beta: no delta rule. initial:
-        state before every segment, as the result; of its columns the last v_dim are those of v, and
-        the others take
-            values of zero.
+        q, k: [rows, heads, k_dim], float32 or float64, like all tensors.
+        v: [rows, heads, v_dim].
+        decay: [rows, heads, k_dim or 1].
+        beta: [rows, heads]; no beta: no delta rule.
+        initial: state before every segment, as the result; of its columns the last v_dim are those
+            of v, and the others take values of zero.
         chunks: the segments.
     """
     q, k, v, decay = map(chunks.split, (q, k, v, decay))

@@ -16,9 +16,10 @@ class Halo:
     """Index tensors of one convolution.
 
     Attributes:
-        messages: the halo's rows that other ranks hold. gathered: rows of [own rows; received rows;
-        a row of zeros] that follow each other in the convolution's input: every
-            segment after its halo, which is zero before the first token of a document.
+        messages: the halo's rows that other ranks hold.
+        gathered: rows of [own rows; received rows; a row of zeros] that follow each other in the
+            convolution's input: every segment after its halo, which is zero before the first token
+            of a document.
         outputs: place of every row in that input, less the width of a halo.
     """
 

@@ -82,12 +82,15 @@ class Scan:
     """The segments of a buffer for linear attention.
 
     Attributes:
-        first: segments at the start of a document, with a state of zero before them. later: the
-        others. order: index tensor from [rows of first; rows of later] to the rows of the buffer;
-        None: they are in order. carried: number in [first; later] of every segment that others
-        follow, whose state is sent or used here. messages: the exchange of states; items are
-        (document, place). before: for each later segment, the rows of the states before it in [own;
-        received], in the order of its path.
+        first: segments at the start of a document, with a state of zero before them.
+        later: the others.
+        order: index tensor from [rows of first; rows of later] to the rows of the buffer; None:
+            they are in order.
+        carried: number in [first; later] of every segment that others follow, whose state is sent
+            or used here.
+        messages: the exchange of states; items are (document, place).
+        before: for each later segment, the rows of the states before it in [own; received], in the
+            order of its path.
     """
 
     first: Group | None
@@ -146,10 +149,10 @@ def linear_attention(
     Computes and sends states in float32, or in float64 if v is float64; see also `fused`.
 
     Args:
-        q, k: [tokens, heads, k_dim]; scaled, and normalized if the model does so. v: [tokens,
-        heads, v_dim]. decay: [tokens, heads], logarithm of the factor of the state at every token,
-        at most 0; or [tokens, heads, k_dim]: one
-            for each of the state's rows.
+        q, k: [tokens, heads, k_dim]; scaled, and normalized if the model does so.
+        v: [tokens, heads, v_dim].
+        decay: [tokens, heads], logarithm of the factor of the state at every token, at most 0; or
+            [tokens, heads, k_dim]: one for each of the state's rows.
         beta: [tokens, heads], strength of the delta rule; None: no delta rule.
         scan: the segments.
         make: makes the exchange of a pass.

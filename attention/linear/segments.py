@@ -163,10 +163,9 @@ class Messages:
         """Builds the messages of one exchange.
 
         Args:
-            shards: this rank's shards, in an order that all ranks share. needs: function of
-            document and ring index that returns (owner's ring index, number) of all items that this
-            ring
-                index needs of the document; ascending by number.
+            shards: this rank's shards, in an order that all ranks share.
+            needs: function of document and ring index that returns (owner's ring index, number) of
+                all items that this ring index needs of the document; ascending by number.
             row: function of an own item that returns its row.
             device: device of index tensors.
         """

@@ -78,12 +78,14 @@ class SourceCounts:
 
     Attributes:
         skipped_files: number of files that are left out because they are not UTF-8 text;
-        `skipped_names` are the first. empty_documents: number of documents that are left out
-        because they have no text. formats: number of documents of each format, including documents
-        dropped later. noted: number of other things that a reader should know, by what they are,
-        such as text files that are split. untrained_documents: number of documents that switch off
-        the loss of everything, which are left out. unused: number of records with each key that is
-        not used.
+            `skipped_names` are the first.
+        empty_documents: number of documents that are left out because they have no text.
+        formats: number of documents of each format, including documents dropped later.
+        noted: number of other things that a reader should know, by what they are, such as text
+            files that are split.
+        untrained_documents: number of documents that switch off the loss of everything, which are
+            left out.
+        unused: number of records with each key that is not used.
     """
 
     skipped_files: int = 0
@@ -105,15 +107,21 @@ class Corpus:
     """A source whose files are known but not yet read.
 
     Attributes:
-        kind: python-stdlib, files, dataset or hub. root: folder that document names are relative
-        to. files: every file that is read, sorted by name. not_read: number of other files by
-        reason. max_documents: stop after this number of documents; None: read all. max_bytes: stop
-        after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
+        kind: python-stdlib, files, dataset or hub.
+        root: folder that document names are relative to.
+        files: every file that is read, sorted by name.
+        not_read: number of other files by reason.
+        max_documents: stop after this number of documents; None: read all.
+        max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token
+            ids, 4 each.
         text_column: column or key of the text, if given; None: the keys of each record determine
-        its format. separator: what separates documents in files that are one text each, if given;
-        "": nothing does. noted: what else a reader should know of the files, such as shards that
-        are missing, with counts. ends: tokens of which the first that a plain text file (.txt)
-        contains separates its documents, without `separator`.
+            its format.
+        separator: what separates documents in files that are one text each, if given; "": nothing
+            does.
+        noted: what else a reader should know of the files, such as shards that are missing, with
+            counts.
+        ends: tokens of which the first that a plain text file (.txt) contains separates its
+            documents, without `separator`.
     """
 
     source: str

@@ -94,12 +94,14 @@ class Document:
     program.
 
     Attributes:
-        tools: tool descriptions for the chat template; None if the record has none. first_trained:
-        index of the first message that may be trained on. weight: weight of each of its tokens in
-        the loss. message_weights: weights of messages, by index; 0: it must not be trained on. All
-        others have 1. unused: keys of the record that are not used. nulls: what is left out, and
-        what stays, of null members, with counts. ids: token ids `[tokens]`, and `learned`: their
-        weights as targets; None: all 1.
+        tools: tool descriptions for the chat template; None if the record has none.
+        first_trained: index of the first message that may be trained on.
+        weight: weight of each of its tokens in the loss.
+        message_weights: weights of messages, by index; 0: it must not be trained on. All others
+            have 1.
+        unused: keys of the record that are not used.
+        nulls: what is left out, and what stays, of null members, with counts.
+        ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
     """
 
     name: str

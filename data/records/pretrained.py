@@ -32,12 +32,15 @@ class Pretrained:
     """A checkpoint's tokenizer.
 
     Attributes:
-        name: folder or hub name, as given. tokenizer: tokenizer of texts; its end-of-document token
-        is the checkpoint's end-of-text token. begin: tokens that the tokenizer puts before every
-        text. templates: Jinja templates of conversations without tools (False) and with tools
-        (True); None without templates. variables: variables of the templates: the special tokens by
-        role. ends: all end-of-text and end-of-turn tokens. folder, files: files that an export
-        needs, relative to the folder.
+        name: folder or hub name, as given.
+        tokenizer: tokenizer of texts; its end-of-document token is the checkpoint's end-of-text
+            token.
+        begin: tokens that the tokenizer puts before every text.
+        templates: Jinja templates of conversations without tools (False) and with tools (True);
+            None without templates.
+        variables: variables of the templates: the special tokens by role.
+        ends: all end-of-text and end-of-turn tokens.
+        folder, files: files that an export needs, relative to the folder.
     """
 
     name: str

@@ -354,7 +354,8 @@ class HubDataset:
 
     Attributes:
         name, subset, split, revision: as given; `subset` is what `datasets` also calls a
-        configuration. commit: what `datasets` distinguishes versions by: the commit of the hub.
+            configuration.
+        commit: what `datasets` distinguishes versions by: the commit of the hub.
     """
 
     name: str

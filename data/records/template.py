@@ -76,10 +76,12 @@ class Template:
     Args:
         texts: Jinja templates of conversations without tools (False) and with tools (True).
         variables: variables of the templates besides messages and tools: the special tokens by
-        role. tokenizer: distinguishes special tokens from text. ends: special tokens that may end a
-        turn, besides the templates' own. empty_thoughts: whether an empty <think> block that the
-        template writes before an answer is trained on. date: day that a template gets that asks for
-        it; None: such conversations are refused.
+            role.
+        tokenizer: distinguishes special tokens from text.
+        ends: special tokens that may end a turn, besides the templates' own.
+        empty_thoughts: whether an empty <think> block that the template writes before an answer is
+            trained on.
+        date: day that a template gets that asks for it; None: such conversations are refused.
 
     Raises TemplateError for a template that draws by chance.
     """

@@ -58,7 +58,8 @@ class Tokenizer:
 
     Attributes:
         unknown: id of the token that stands for text that the tokenizer lacks; None: it represents
-        every character. kept: bytes of UTF-8 that it represents, if it drops others.
+            every character.
+        kept: bytes of UTF-8 that it represents, if it drops others.
     """
 
     def __init__(self, text: str, end_of_document: str | None = None) -> None:

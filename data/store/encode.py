@@ -28,11 +28,13 @@ class EncodedDocument(NamedTuple):
     """A document of the store.
 
     Attributes:
-        tokens: token ids `[tokens]`. trained: weights of the tokens as targets; None: 1 for all.
+        tokens: token ids `[tokens]`.
+        trained: weights of the tokens as targets; None: 1 for all.
         spelled: number of special tokens that its texts contain, which are encoded as such.
-        straddling: number of target tokens that also contain text that is not trained on. left_out:
-        names of what the conversation says and the template does not show. thoughts: number of
-        turns that the template begins with an empty thought, which is not trained on.
+        straddling: number of target tokens that also contain text that is not trained on.
+        left_out: names of what the conversation says and the template does not show.
+        thoughts: number of turns that the template begins with an empty thought, which is not
+            trained on.
     """
 
     document: Document

@@ -48,19 +48,20 @@ class Counts:
     """What the documents of a store, or of a part of it, add up to.
 
     Attributes:
-        documents, tokens, trained_tokens: totals; `trained_tokens` are targets. longest_name,
-        longest_length: name of the longest document, and number of its tokens. unknown_tokens:
-        number of tokens for text that the tokenizer lacks, in `unknown_documents` documents;
-        `unknown_name` is
-            the first of them.
+        documents, tokens, trained_tokens: totals; `trained_tokens` are targets.
+        longest_name, longest_length: name of the longest document, and number of its tokens.
+        unknown_tokens: number of tokens for text that the tokenizer lacks, in `unknown_documents`
+            documents; `unknown_name` is the first of them.
         dropped_documents, truncated_documents: number of conversations that are too long, and are
-        left out or cut. spelled_tokens: number of special tokens in the texts of
-        `spelled_documents` documents; `spelled_name` is the first. straddling_tokens: number of
-        target tokens that also contain text that is not trained on. empty_thoughts: number of turns
-        that the chat template begins with an empty thought, which is not trained on. lightest,
-        heaviest: smallest and largest weight of a document. weighted_documents: number of documents
-        with weights of tokens. left_out: number of conversations of which the chat template does
-        not show a part, by part.
+            left out or cut.
+        spelled_tokens: number of special tokens in the texts of `spelled_documents` documents;
+            `spelled_name` is the first.
+        straddling_tokens: number of target tokens that also contain text that is not trained on.
+        empty_thoughts: number of turns that the chat template begins with an empty thought, which
+            is not trained on.
+        lightest, heaviest: smallest and largest weight of a document.
+        weighted_documents: number of documents with weights of tokens.
+        left_out: number of conversations of which the chat template does not show a part, by part.
     """
 
     documents: int = 0
@@ -106,14 +107,17 @@ class Manifest(SourceCounts, Counts):
 
     Attributes:
         request: SHA-256 of the source's content and of all settings; the same request need not be
-        prepared again. fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes
-        only on a store with the same one. tokenizer_fingerprint, vocab_size, end_of_document_token:
-        properties of the tokenizer. files: bytes of every other file of the store. not_read: number
-        of other files of the source, by the reason why they were not read. template: description of
-        the chat template, and how tokens to train on were found; empty without conversations.
-        max_length: maximum tokens of a conversation; None: no limit. special_as_text: whether
-        special tokens in texts are characters. limits: maximum number of documents and of bytes,
-        where reading stopped.
+            prepared again.
+        fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes only on a store
+            with the same one.
+        tokenizer_fingerprint, vocab_size, end_of_document_token: properties of the tokenizer.
+        files: bytes of every other file of the store.
+        not_read: number of other files of the source, by the reason why they were not read.
+        template: description of the chat template, and how tokens to train on were found; empty
+            without conversations.
+        max_length: maximum tokens of a conversation; None: no limit.
+        special_as_text: whether special tokens in texts are characters.
+        limits: maximum number of documents and of bytes, where reading stopped.
     """
 
     request: str

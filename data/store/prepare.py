@@ -67,20 +67,18 @@ def prepare(
 
     Args:
         corpus: a file of text or records, a folder of them, a dataset saved by `datasets`,
-        OWNER/NAME of the hub, or
-            `python-stdlib`; or an open Corpus, which may also name the column of the text and the
-            split, and have limits.
-        out: folder of the store. workers: number of tokenizer threads; None: one per core.
+            OWNER/NAME of the hub, or `python-stdlib`; or an open Corpus, which may also name the
+            column of the text and the split, and have limits.
+        out: folder of the store.
+        workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request, but only the files that
-        its manifest lists: all
-            others stay. Anything that is not a store is never replaced.
+            its manifest lists: all others stay. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
         choices: tokenizer, chat template and others: the attributes of `StoreRequest`.
 
     Raises:
         CorpusError, TokenizerError: the source or the tokenizer cannot be used, or more than half
-        of the tokens are unknown
-            ones. If fewer are, the manifest counts them.
+            of the tokens are unknown ones. If fewer are, the manifest counts them.
         ChatError: the template refuses a conversation, or a conversation has no token to train on.
         StoreError: `out` must not be replaced, or another process is preparing it.
     """

@@ -56,19 +56,25 @@ class StoreRequest:
 
     Attributes:
         tokenizer: `bpe` (trained on the corpus), `bytes`, a tokenizer.json, or a checkpoint's
-        folder or name on the hub. vocab_size: maximum vocabulary size of a trained tokenizer.
+            folder or name on the hub.
+        vocab_size: maximum vocabulary size of a trained tokenizer.
         end_of_document: token that ends a document; None: the checkpoint's, or a well-known one of
-        a given tokenizer.json. chat_template: `auto` (the checkpoint's, or ChatML if it has none),
-        `chatml`, or the path of a Jinja template. template_variables: defaults of variables of the
-        template, such as {"enable_thinking": False}, also in exports. train_on: parts of
-        conversations to train on: the turns of the `assistant`, the `last` of them, or `all`
-        tokens. max_length: maximum tokens of a conversation, or of token ids with a mask; texts,
-        which training splits, are kept. long_documents: what happens to longer ones: `error`,
-        `drop`, `truncate_left` (keeps the end) or `truncate_right`. empty_thoughts: train on an
-        empty <think> block that the template writes before an answer. date: day of the
-        conversations, YEAR-MONTH-DAY, for templates that ask for the day; None: these are refused.
+            a given tokenizer.json.
+        chat_template: `auto` (the checkpoint's, or ChatML if it has none), `chatml`, or the path of
+            a Jinja template.
+        template_variables: defaults of variables of the template, such as {"enable_thinking":
+            False}, also in exports.
+        train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of
+            them, or `all` tokens.
+        max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which
+            training splits, are kept.
+        long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the
+            end) or `truncate_right`.
+        empty_thoughts: train on an empty <think> block that the template writes before an answer.
+        date: day of the conversations, YEAR-MONTH-DAY, for templates that ask for the day; None:
+            these are refused.
         special_as_text: special tokens in texts and messages are characters; a template's
-        conversations with some are refused.
+            conversations with some are refused.
     """
 
     source: Corpus

@@ -67,9 +67,10 @@ class Source:
     """One of several stores that are read as one.
 
     Attributes:
-        documents: indices of its documents among those of all stores. amount, unit: amount to take
-        from the store: a `weight` (share of the tokens, relative to the other weights), or a
-            number of `epochs` (in the time in which the other stores pass theirs).
+        documents: indices of its documents among those of all stores.
+        amount, unit: amount to take from the store: a `weight` (share of the tokens, relative to
+            the other weights), or a number of `epochs` (in the time in which the other stores pass
+            theirs).
     """
 
     path: Path
@@ -84,11 +85,13 @@ class Store:
     several.
 
     Attributes:
-        sources: the stores that this one consists of; a single store has itself. lengths: tokens
-        per document, including the end-of-document token, int64 `[documents]`. trained_tokens:
-        targets per document, int64 `[documents]`. weights: weight of each target of a document in
-        the loss, float64 `[documents]`; 1 by default. weighted: whether a document has weights of
-        tokens. fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
+        sources: the stores that this one consists of; a single store has itself.
+        lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
+        trained_tokens: targets per document, int64 `[documents]`.
+        weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by
+            default.
+        weighted: whether a document has weights of tokens.
+        fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
     """
 
     def __init__(

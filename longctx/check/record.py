@@ -34,11 +34,14 @@ class Step:
 
     Attributes:
         reference: a causal LM of transformers, or a PEFT model, with the weights from before the
-        step and `eager` attention. gradients: of its parameters, by their names in it, before
-        clipping and before the optimizer. calls: token ids of every call of the model, in order:
-        [rows, tokens] or [tokens]. loss, grad_norm: as the trainer logged them; None if it did not.
+            step and `eager` attention.
+        gradients: of its parameters, by their names in it, before clipping and before the
+            optimizer.
+        calls: token ids of every call of the model, in order: [rows, tokens] or [tokens].
+        loss, grad_norm: as the trainer logged them; None if it did not.
         rows: token ids of batches before they were split over ranks; without, rows are those of
-        calls. positions: of every call, if it was given some, as the calls or [tokens].
+            calls.
+        positions: of every call, if it was given some, as the calls or [tokens].
     """
 
     reference: nn.Module
@@ -220,8 +223,10 @@ class Record:
     """A step of all ranks on a probe's tokens: the same everywhere.
 
     Attributes:
-        gradients: float64, mean of the ranks'. apart: names of parameters whose gradients differ
-        between ranks, with the largest difference relative to the mean. calls: rows of all calls.
+        gradients: float64, mean of the ranks'.
+        apart: names of parameters whose gradients differ between ranks, with the largest difference
+            relative to the mean.
+        calls: rows of all calls.
         rows: rows of batches before they were split over ranks, if `batched`; else those of calls.
         loss, norm: as a rank logged them.
     """

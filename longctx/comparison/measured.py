@@ -83,7 +83,8 @@ class MeasuredComparison:
     Attributes:
         warmup: number of warm-up steps, which count only for the comparison of losses.
         loss_difference: maximum relative difference of a mode's loss from the first mode's, over
-        all steps. loss_tolerance: maximum `loss_difference` due to rounding.
+            all steps.
+        loss_tolerance: maximum `loss_difference` due to rounding.
     """
 
     modes: tuple[MeasuredMode, ...]
@@ -148,9 +149,10 @@ def train_in_turn(
 
     Args:
         config: settings of the run; `context.mode` and `context.degree` are replaced,
-        `context.bins` applies to mode bins only. modes: two or more of auto, bins, static (the best
-        degree of every step by the cost model) and static:DEGREE. steps, warmup: number of measured
-        steps, and of steps before them.
+            `context.bins` applies to mode bins only.
+        modes: two or more of auto, bins, static (the best degree of every step by the cost model)
+            and static:DEGREE.
+        steps, warmup: number of measured steps, and of steps before them.
 
     Raises UserError for unknown or repeated modes, ConfigError for modes that the settings do not
     allow.

@@ -52,9 +52,10 @@ class Case:
 
     Attributes:
         longest: tokens of the longest document of the data set, which sets the degree of fixed
-        static; None: of this step. fixed_degree: degree of fixed static, if given explicitly.
+            static; None: of this step.
+        fixed_degree: degree of fixed static, if given explicitly.
         single_degree: degree with which fixed static takes least time for all steps of a
-        comparison; None: for this step.
+            comparison; None: for this step.
     """
 
     lengths: tuple[int, ...]
@@ -76,19 +77,25 @@ class PlannerRow:
 
     Attributes:
         speedup_over_fixed: time of the fixed static plan / time of this plan; None without a fixed
-        static plan. speedup_over_single: time of fixed static at the best single degree / time of
-        this plan. speedup_over_best_static: time of the best static plan of the step, over all
-        degrees / time of this plan. no_barrier_s: time if ranks synchronized only at the end of the
-        step. Exact for fixed static, whose groups never change,
-            where no micro-batch gathers or reduces weights; for other plans a lower bound.
+            static plan.
+        speedup_over_single: time of fixed static at the best single degree / time of this plan.
+        speedup_over_best_static: time of the best static plan of the step, over all degrees / time
+            of this plan.
+        no_barrier_s: time if ranks synchronized only at the end of the step. Exact for fixed
+            static, whose groups never change, where no micro-batch gathers or reduces weights; for
+            other plans a lower bound.
         tight_bound_s: tight lower bound on the time of any plan of these documents; at least
-        `lower_bound_s`. unavoidable_gap: `tight_bound_s` relative to `lower_bound_s`: the part of
-        `gap` that no plan can avoid. exchange_share: waiting for K and V. idle_share: waiting for
-        the slowest rank of the micro-batch. fixed_share: launches of micro-batches, and the
-        optimizer. padding_share: unused token budget, as a share of micro-batches × ranks × tokens
-        per rank. Nothing is padded. most_tokens: maximum tokens per rank in a micro-batch.
+            `lower_bound_s`.
+        unavoidable_gap: `tight_bound_s` relative to `lower_bound_s`: the part of `gap` that no plan
+            can avoid.
+        exchange_share: waiting for K and V.
+        idle_share: waiting for the slowest rank of the micro-batch.
+        fixed_share: launches of micro-batches, and the optimizer.
+        padding_share: unused token budget, as a share of micro-batches × ranks × tokens per rank.
+            Nothing is padded.
+        most_tokens: maximum tokens per rank in a micro-batch.
         remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with
-        one exchange round.
+            one exchange round.
     """
 
     seed: int

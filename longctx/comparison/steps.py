@@ -38,10 +38,11 @@ class LengthSource:
     """A source of document lengths.
 
     Attributes:
-        draw: function from number of ranks and maximum document length to steps. longest: tokens of
-        the longest document that steps can be drawn from, whether or not it is drawn. A run must
-        hold it. data_set: lengths of all documents that steps are drawn from; None for a mix, of
-        which only a histogram is known.
+        draw: function from number of ranks and maximum document length to steps.
+        longest: tokens of the longest document that steps can be drawn from, whether or not it is
+            drawn. A run must hold it.
+        data_set: lengths of all documents that steps are drawn from; None for a mix, of which only
+            a histogram is known.
     """
 
     words: str

@@ -251,20 +251,21 @@ def model_inputs(
     gets one padding token.
 
     Args:
-        model: a model passed to `prepare`, or a wrapper around it. batch: this rank's share, from
-        `pack_documents` or the `Loader` of longctx.data. target_tokens: number of targets of the
-        whole step, over all ranks. The model's `loss` is then the sum over this rank's
-            targets divided by it: sum gradients over micro-batches and ranks, do not average them.
-            None: the model gets no labels and computes no loss; use `batch.labels`, which are
-            already shifted. Must be None for encoders.
+        model: a model passed to `prepare`, or a wrapper around it.
+        batch: this rank's share, from `pack_documents` or the `Loader` of longctx.data.
+        target_tokens: number of targets of the whole step, over all ranks. The model's `loss` is
+            then the sum over this rank's targets divided by it: sum gradients over micro-batches
+            and ranks, do not average them. None: the model gets no labels and computes no loss; use
+            `batch.labels`, which are already shifted. Must be None for encoders.
         group, kernel, keep_kv, deterministic, ranks_per_node, across: see `ring_attention` and
-        `RingAttention`. blocks: spans of documents whose tokens also see the later ones of their
-        span, as those of an image; see `Mask`. device: device of the model.
+            `RingAttention`.
+        blocks: spans of documents whose tokens also see the later ones of their span, as those of
+            an image; see `Mask`.
+        device: device of the model.
 
     Raises:
         HuggingFaceError: for a model that is not prepared, documents that are too long for its
-        RoPE, or weights of rows with
-            the model's own loss.
+            RoPE, or weights of rows with the model's own loss.
     """
     source = getattr(batch, "source", None)
     prepared = _check_call(

@@ -31,7 +31,8 @@ class LinearCosts(NamedTuple):
 
     Attributes:
         kept, working: bytes kept for backward, and those that its backward needs beside them, at
-        most. scan, split: as `flops` and `split_flops` of `Scan`.
+            most.
+        scan, split: as `flops` and `split_flops` of `Scan`.
     """
 
     kept: int

@@ -55,10 +55,11 @@ class AdaptedModel(TransformersModel):
     """A model of transformers in which only adapters are trained.
 
     Attributes:
-        adapted: names in transformers of the layers that have adapters. prefixes: names of the
-        weights that have adapters, with the beginnings of the adapters' names. transposed:
-        beginnings for those weights that are [in, out], as in GPT-2. packed: quantized layers by
-        the names of their weights.
+        adapted: names in transformers of the layers that have adapters.
+        prefixes: names of the weights that have adapters, with the beginnings of the adapters'
+            names.
+        transposed: beginnings for those weights that are [in, out], as in GPT-2.
+        packed: quantized layers by the names of their weights.
     """
 
     def __init__(self, files: CheckpointFiles, lora: Lora, dtype: torch.dtype) -> None:

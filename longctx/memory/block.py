@@ -26,9 +26,11 @@ class Entry:
 
     Attributes:
         part: part of the block that keeps the tensor: attention, its swap of heads for tokens, or
-        MLP. kept_by: modes of recomputation that keep it from forward to backward (see
-        `longctx.parallel.recompute`). spared: bytes of further tensors that recomputation frees or
-        does not make, because this one is kept.
+            MLP.
+        kept_by: modes of recomputation that keep it from forward to backward (see
+            `longctx.parallel.recompute`).
+        spared: bytes of further tensors that recomputation frees or does not make, because this one
+            is kept.
     """
 
     part: str
@@ -43,11 +45,11 @@ class BlockMemory:
     V.
 
     Attributes:
-        element_bytes: bytes of an element in the compute dtype. whole_norms: whether a norm is one
-        operation, which keeps only its input. normed: output of a norm, gathered for
-        tensor-parallel matrices. norm: kept by a norm: its input; if it is composed of simple
-        float32 operations also the normalized input, which the
-            weight gradient needs.
+        element_bytes: bytes of an element in the compute dtype.
+        whole_norms: whether a norm is one operation, which keeps only its input.
+        normed: output of a norm, gathered for tensor-parallel matrices.
+        norm: kept by a norm: its input; if it is composed of simple float32 operations also the
+            normalized input, which the weight gradient needs.
         queries: Q, and also the output of attention.
         kv_row, keys: K and V of one token, and of all tokens on the rank.
         sent_row: what split documents send of one token: K and V, or its latent.

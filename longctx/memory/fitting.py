@@ -72,8 +72,10 @@ class RunMemory:
     """Peak memory of a run on `ranks` processes, by its settings.
 
     Attributes:
-        spec: sizes of the model. store: its documents, of which the first steps count; None: a full
-        rank with the longest document. fused: whether ranks are GPUs, with fused operations.
+        spec: sizes of the model.
+        store: its documents, of which the first steps count; None: a full rank with the longest
+            document.
+        fused: whether ranks are GPUs, with fused operations.
     """
 
     spec: ModelSpec

@@ -26,13 +26,16 @@ class Load:
     """Rows (tokens) that a rank holds, receives and sends in a micro-batch.
 
     Attributes:
-        remote: rows of K and V received from other ranks, over all exchange rounds. sent: rows of K
-        and V sent to other ranks; a row sent to two ranks counts twice. held: maximum remote rows
-        of consecutive exchange rounds that are in memory at once. fullest: remote rows of the
-        largest round, which is the most that a kernel works on at a time. swapped: rows of
-        documents whose heads are swapped for tokens (Ulysses). kv_copies: ranks that have a copy of
-        each KV head of these rows. source: rows of `tokens` that an encoder reads. first: whether
-        this is the first micro-batch of the step, before which there are no gradients.
+        remote: rows of K and V received from other ranks, over all exchange rounds.
+        sent: rows of K and V sent to other ranks; a row sent to two ranks counts twice.
+        held: maximum remote rows of consecutive exchange rounds that are in memory at once.
+        fullest: remote rows of the largest round, which is the most that a kernel works on at a
+            time.
+        swapped: rows of documents whose heads are swapped for tokens (Ulysses).
+        kv_copies: ranks that have a copy of each KV head of these rows.
+        source: rows of `tokens` that an encoder reads.
+        first: whether this is the first micro-batch of the step, before which there are no
+            gradients.
     """
 
     tokens: int

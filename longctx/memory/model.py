@@ -25,13 +25,16 @@ class Memory:
 
     Attributes:
         parameters: shard of the weights, in float32; those frozen by LoRA in the compute dtype, or
-        quantized. optimizer: shard of the optimizer state. gathered_weights: weights gathered from
-        all shards, in the compute dtype, or quantized. gradients: whole gradients until they are
-        reduced, then a shard. activations: tensors kept from forward for backward. remote_kv: K and
-        V received from other ranks, copies sent to them, and gradients of both in backward.
+            quantized.
+        optimizer: shard of the optimizer state.
+        gathered_weights: weights gathered from all shards, in the compute dtype, or quantized.
+        gradients: whole gradients until they are reduced, then a shard.
+        activations: tensors kept from forward for backward.
+        remote_kv: K and V received from other ranks, copies sent to them, and gradients of both in
+            backward.
         working: temporary tensors of one block in backward, with the workspace of its attention
-        kernel and the largest
-            quantized matrix, expanded; or of the optimizer for its largest parameter.
+            kernel and the largest quantized matrix, expanded; or of the optimizer for its largest
+            parameter.
         logits: one chunk of the loss.
         pipeline: receive buffers, and activations of further micro-batches in flight.
         device: on GPUs the CUDA context and NCCL's buffers, which are outside of the allocator.
@@ -112,12 +115,13 @@ class Weights:
     """Numbers of parameters of a pipeline rank, before they are sharded over the domain.
 
     Attributes:
-        block: one block, with the experts of this rank only. root: outside the blocks: the
-        embedding on the first stage, the last norm and the head on the last stage. all: of the
-        shards of all ranks, with the experts of other ranks. trained_block, trained_root,
-        trained_head, trained: those with gradients: all, or only adapters. The
-            head is the vocabulary matrix of the last stage, and a part of the root; `trained_tower`
-            of an encoder of images.
+        block: one block, with the experts of this rank only.
+        root: outside the blocks: the embedding on the first stage, the last norm and the head on
+            the last stage.
+        all: of the shards of all ranks, with the experts of other ranks.
+        trained_block, trained_root, trained_head, trained: those with gradients: all, or only
+            adapters. The head is the vocabulary matrix of the last stage, and a part of the root;
+            `trained_tower` of an encoder of images.
         updated: those of whose shards a rank has optimizer state.
         matrices: those of `updated` that are in matrices of blocks.
         spared: bytes that quantization saves in a block, compared with the compute dtype.

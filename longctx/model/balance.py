@@ -24,9 +24,11 @@ class RowDocuments:
 
     Attributes:
         rows: int64 [tokens], index in `lengths` of the document of each row; padding has
-        `len(lengths)`. lengths: float32 [documents], tokens of each document; those that are split
-        over ranks come first, the same on all. split: number of documents that are split over
-        ranks. tokens: tokens of the step, over all ranks.
+            `len(lengths)`.
+        lengths: float32 [documents], tokens of each document; those that are split over ranks come
+            first, the same on all.
+        split: number of documents that are split over ranks.
+        tokens: tokens of the step, over all ranks.
     """
 
     rows: torch.Tensor
@@ -40,14 +42,14 @@ class RouterWatch:
     losses.
 
     Attributes:
-        scores: how scores come from logits: softmax or sigmoid. bias: module and name of the buffer
-        with the bias [experts] that only chooses experts; None without one. begin_sum: starts to
-        sum a tensor over the ranks that documents are split over, in place, and returns a function
-        that
-            waits for the sum; None: one process.
+        scores: how scores come from logits: softmax or sigmoid.
+        bias: module and name of the buffer with the bias [experts] that only chooses experts; None
+            without one.
+        begin_sum: starts to sum a tensor over the ranks that documents are split over, in place,
+            and returns a function that waits for the sum; None: one process.
         counts: int64 [experts], tokens sent to each expert in backward passes since `clear`; None
-        before the first. losses: float64 [2], document loss and z-loss of these tokens, without
-        their factors.
+            before the first.
+        losses: float64 [2], document loss and z-loss of these tokens, without their factors.
     """
 
     def __init__(

@@ -54,11 +54,13 @@ class CheckpointFiles:
     """A checkpoint on disk.
 
     Attributes:
-        files: file of each tensor, by the tensor's name. rope: RoPE settings that replace those of
-        config.json, see `context_extension`. untied: whether tied weights of config.json are not
-        tied, as the files have different values for them. added: number of entries of the
-        vocabulary that the files lack; their rows are the mean of the others. vocabulary: names of
-        the tensors with a row for every entry, if entries are added.
+        files: file of each tensor, by the tensor's name.
+        rope: RoPE settings that replace those of config.json, see `context_extension`.
+        untied: whether tied weights of config.json are not tied, as the files have different values
+            for them.
+        added: number of entries of the vocabulary that the files lack; their rows are the mean of
+            the others.
+        vocabulary: names of the tensors with a row for every entry, if entries are added.
     """
 
     folder: Path

@@ -48,8 +48,7 @@ class Router(nn.Linear):
 
     Attributes:
         expert_bias: float32 [experts], added to the scores to choose experts, but not to weigh them
-        (DeepSeek-V3, §2.1.2);
-            present if the shape has one.
+            (DeepSeek-V3, §2.1.2); present if the shape has one.
         watch: counts tokens per expert, and adds gradients of balance losses.
     """
 
@@ -134,8 +133,9 @@ class SparseMLP(nn.Module):
 
     Attributes:
         send: sends tokens to experts of other ranks, under expert parallelism; None: all experts
-        are here. most_rows: rows that the experts compute at once; further ones are computed in
-        turns, which backward recomputes.
+            are here.
+        most_rows: rows that the experts compute at once; further ones are computed in turns, which
+            backward recomputes.
     """
 
     def __init__(self, shape: ModelShape) -> None:

@@ -158,8 +158,9 @@ class StagedModel(Model):
     Attributes:
         embed_tokens: embedding, present with the first block; if it is tied, also with the last.
         norm, lm_head: final norm and head, present with the last block. `Head` is called with
-        `lm_head.weight`. tensor_plan: tensor-parallel style of each module of a block, by name: see
-        `longctx.parallel.tensor`.
+            `lm_head.weight`.
+        tensor_plan: tensor-parallel style of each module of a block, by name: see
+            `longctx.parallel.tensor`.
     """
 
     embed_tokens: nn.Embedding

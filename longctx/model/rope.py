@@ -14,13 +14,13 @@ class Rope:
     """Rotation angles of heads by position.
 
     Attributes:
-        dim: size of a head, which is even. theta: base of the frequencies θ^(-2i/dim). scaling:
-        none; linear: divides frequencies by `factor` (Chen et al., 2023); ntk: raises the base so
-        that the lowest
-            frequency is divided by `factor` (bloc97, 2023); yarn: divides frequencies with fewer
-            than `beta_slow` rotations over the original length, keeps those with more than
-            `beta_fast`, with a ramp in between (Peng et al., 2023); llama3: the same with
-            `low_freq_factor` and `high_freq_factor` rotations, smooth in the wavelength.
+        dim: size of a head, which is even.
+        theta: base of the frequencies θ^(-2i/dim).
+        scaling: none; linear: divides frequencies by `factor` (Chen et al., 2023); ntk: raises the
+            base so that the lowest frequency is divided by `factor` (bloc97, 2023); yarn: divides
+            frequencies with fewer than `beta_slow` rotations over the original length, keeps those
+            with more than `beta_fast`, with a ramp in between (Peng et al., 2023); llama3: the same
+            with `low_freq_factor` and `high_freq_factor` rotations, smooth in the wavelength.
         factor: new context length / original context length.
         original_length: original context length in tokens.
     """

@@ -35,20 +35,24 @@ class Mesh:
 
     Attributes:
         domain: one-dimensional mesh over the ranks of combined data and context parallelism
-        (`dp_cp`). weights: mesh over the same ranks, over which parameters are sharded: the domain,
-        or (replicas, shards). tensor: one-dimensional mesh over the ranks of tensor parallelism,
-        which have the same tokens (`tp`). copies: `tensor` and `weights` as one mesh, in the order
-        in which a weight matrix is split. exchange: separate communicator for the messages of ring
-        attention, which so never queue behind collectives. across: another one for those between
-        nodes; None on one node. control: gloo group over all ranks, for flags, hashes and
-        checkpoints; on GPUs the only one for host memory. experts: mesh of the ranks with this
-        stage of the model: those that hold each expert once, then the others, as in
-            `weights`; None if no experts are split.
+            (`dp_cp`).
+        weights: mesh over the same ranks, over which parameters are sharded: the domain, or
+            (replicas, shards).
+        tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same
+            tokens (`tp`).
+        copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
+        exchange: separate communicator for the messages of ring attention, which so never queue
+            behind collectives.
+        across: another one for those between nodes; None on one node.
+        control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one
+            for host memory.
+        experts: mesh of the ranks with this stage of the model: those that hold each expert once,
+            then the others, as in `weights`; None if no experts are split.
         tokens: group of all ranks with this stage of the model, if experts or tensor ranks share
-        it, for sums over tokens. pipeline: group of the ranks whose stages form one model, in
-        order; None without a pipeline. ends: group of the first and last rank of `pipeline`, which
-        share a tied embedding; None on other ranks and without a
-            pipeline.
+            it, for sums over tokens.
+        pipeline: group of the ranks whose stages form one model, in order; None without a pipeline.
+        ends: group of the first and last rank of `pipeline`, which share a tied embedding; None on
+            other ranks and without a pipeline.
     """
 
     device: torch.device

@@ -51,7 +51,7 @@ class Peers:
 
     Attributes:
         position: says where this process is, once set; called from another thread, also while what
-        it reads changes.
+            it reads changes.
     """
 
     def __init__(

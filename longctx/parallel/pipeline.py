@@ -107,9 +107,10 @@ class PipelineRun:
     """The stages of one rank, and the schedule that runs micro-batches through all of them.
 
     Args:
-        stages: this rank's stages, in ascending order. wire_rows: rows of hidden states in every
-        message between stages: the maximum tokens of a micro-batch per rank. dtype: dtype of these
-        messages, the compute dtype.
+        stages: this rank's stages, in ascending order.
+        wire_rows: rows of hidden states in every message between stages: the maximum tokens of a
+            micro-batch per rank.
+        dtype: dtype of these messages, the compute dtype.
     """
 
     def __init__(

@@ -33,37 +33,37 @@ class HardwareProfile:
     one pipeline rank).
 
     Attributes:
-        linear_s_per_token: time per token of everything except attention. attention_s_per_token2:
-        time of causal attention over a document of s tokens, divided by s², at efficiency 1.
+        linear_s_per_token: time per token of everything except attention.
+        attention_s_per_token2: time of causal attention over a document of s tokens, divided by s²,
+            at efficiency 1.
         attention_efficiency: (tokens of an unsplit document, efficiency in (0, 1]) pairs, ascending
-        and never falling;
-            interpolated linearly in log2(tokens) and clamped at both ends.
+            and never falling; interpolated linearly in log2(tokens) and clamped at both ends.
         attention_split_penalty: κ ≥ 0: attention on a document of s tokens at degree d is as
-        efficient as on an unsplit
-            document of s / (1 + κ (d - 1)) tokens.
+            efficient as on an unsplit document of s / (1 + κ (d - 1)) tokens.
         kv_bytes_per_token: bytes of K and V exchanged per token, summed over all layers and all
-        three passes. intra_node_bytes_per_s, inter_node_bytes_per_s: bandwidth per rank inside a
-        node and across nodes. ranks_per_node: number of consecutive ranks of the domain on each
-        node: its GPUs divided by the tensor-parallel size. latency_s: fixed cost of the exchange
-        per micro-batch. overlap: share of attention time, in [0, 1], that can hide the exchange.
+            three passes.
+        intra_node_bytes_per_s, inter_node_bytes_per_s: bandwidth per rank inside a node and across
+            nodes.
+        ranks_per_node: number of consecutive ranks of the domain on each node: its GPUs divided by
+            the tensor-parallel size.
+        latency_s: fixed cost of the exchange per micro-batch.
+        overlap: share of attention time, in [0, 1], that can hide the exchange.
         launch_s: fixed cost per micro-batch, including parameter gathering that is not hidden.
         step_s: fixed cost per step: the optimizer, and gradient reduction that is not hidden.
         exchange_levels: 1: K and V go directly from their owner to every rank that needs them. 2:
-        in rings that cross nodes,
-            K and V cross the network once per node and are then passed on inside the node
-            (`context.two_level_exchange`). Optional, 2 by default.
+            in rings that cross nodes, K and V cross the network once per node and are then passed
+            on inside the node (`context.two_level_exchange`). Optional, 2 by default.
         query_share: share of `linear_s_per_token`, in [0, 1], that computes queries while K and V
-        travel, or the gradient of
-            their input while the gradients of K and V return. It hides the exchange at the same
-            `overlap` as attention. 0, the default, for models that compute queries before K and V
-            are sent.
+            travel, or the gradient of their input while the gradients of K and V return. It hides
+            the exchange at the same `overlap` as attention. 0, the default, for models that compute
+            queries before K and V are sent.
         state_bytes: bytes of the states of linear attention that a rank receives from every other
-        rank of a document's ring,
-            summed over all layers and passes, whatever the document's length. 0, the default,
-            without linear attention.
+            rank of a document's ring, summed over all layers and passes, whatever the document's
+            length. 0, the default, without linear attention.
         split_s_per_token: time per token that the scans of linear attention take more in documents
-        on several ranks. received_s_per_token: time per token from another rank to compute its K
-        and V from the latent that was sent.
+            on several ranks.
+        received_s_per_token: time per token from another rank to compute its K and V from the
+            latent that was sent.
     """
 
     linear_s_per_token: float

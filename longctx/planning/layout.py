@@ -32,8 +32,9 @@ class Placement:
     domain.
 
     Attributes:
-        reversed: whether ring indices are numbered from the last rank. rounds: number of exchange
-        rounds, ≥ 1; those that its ring cannot have are left out (see `ring_schedule`).
+        reversed: whether ring indices are numbered from the last rank.
+        rounds: number of exchange rounds, ≥ 1; those that its ring cannot have are left out (see
+            `ring_schedule`).
     """
 
     document: int
@@ -248,10 +249,10 @@ class CrossLayout:
     Every target and every source has its own length, ring and degree.
 
     Attributes:
-        targets, sources: layouts of the queries and of the keys. pairs: shards of the target and of
-        the source of each document of which the rank holds a token, by ascending first rank
-            of the target, then document. A shard may be without tokens, or the rank outside its
-            ring.
+        targets, sources: layouts of the queries and of the keys.
+        pairs: shards of the target and of the source of each document of which the rank holds a
+            token, by ascending first rank of the target, then document. A shard may be without
+            tokens, or the rank outside its ring.
     """
 
     targets: Layout

@@ -38,7 +38,7 @@ class PlanCost:
         exposed_share: share of the makespan in which the slowest ranks wait for K and V.
         idle_share: share of all ranks' time spent waiting for the slowest rank of the micro-batch.
         bubble_share: share of the makespan in which a pipeline fills and drains, including empty
-        micro-batches.
+            micro-batches.
     """
 
     makespan_s: float
@@ -58,13 +58,15 @@ class Plan:
     """The micro-batches of one step, in the order in which every rank runs them.
 
     Attributes:
-        winner: chosen plan under that mode, such as `static:8`, `bins` or `search`. ranks: size N
-        of the domain. micro_batches: placements of each micro-batch; every document is placed
-        exactly once. cost: modelled cost; None if the plan was not scored. planning_ms: planning
-        time in milliseconds; not part of the hash. sources: for an encoder-decoder, the tokens of
-        every document that its encoder reads, the first ones; else empty. parts: what tokens of
-        sources and of targets cost. images: work of the images of documents, by document, if the
-        planner knows their encoder.
+        winner: chosen plan under that mode, such as `static:8`, `bins` or `search`.
+        ranks: size N of the domain.
+        micro_batches: placements of each micro-batch; every document is placed exactly once.
+        cost: modelled cost; None if the plan was not scored.
+        planning_ms: planning time in milliseconds; not part of the hash.
+        sources: for an encoder-decoder, the tokens of every document that its encoder reads, the
+            first ones; else empty.
+        parts: what tokens of sources and of targets cost.
+        images: work of the images of documents, by document, if the planner knows their encoder.
     """
 
     mode: str

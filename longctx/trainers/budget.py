@@ -44,9 +44,11 @@ class Workload:
     """A trainer's model as plans and estimates see it.
 
     Attributes:
-        spec: sizes of the model with its adapters. config: settings of a run like the trainer's.
-        named: hardware profile, scaled to the model unless it was given as a value. tower: encoder
-        of images, as fast per operation as the matrices of the model; None if it has none.
+        spec: sizes of the model with its adapters.
+        config: settings of a run like the trainer's.
+        named: hardware profile, scaled to the model unless it was given as a value.
+        tower: encoder of images, as fast per operation as the matrices of the model; None if it has
+            none.
     """
 
     traits: Traits

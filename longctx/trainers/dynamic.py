@@ -73,13 +73,15 @@ def dynamic_context_parallel(
 
     Args:
         trainer: the trainer, with a causal language model, an encoder-decoder, or an encoder with a
-        head for masked tokens. tokens_per_rank: maximum tokens per rank in a forward pass. None:
-        what the memory of the fullest rank holds by estimate. profile: hardware profile, a name or
-        a file; None: that of the device. mode, degree, kernel: see `make_plan` and
-        `ring_attention`. merge_prefixes: of TRL's trainers of sequences, rows of a rank that begin
-        alike are computed once; the loss is the same. own_loss_is_a_token_sum: `compute_loss` and
-        `training_step` of a subclass are sums over tokens by `num_items_in_batch`,
-            of which whole steps are planned.
+            head for masked tokens.
+        tokens_per_rank: maximum tokens per rank in a forward pass. None: what the memory of the
+            fullest rank holds by estimate.
+        profile: hardware profile, a name or a file; None: that of the device.
+        mode, degree, kernel: see `make_plan` and `ring_attention`.
+        merge_prefixes: of TRL's trainers of sequences, rows of a rank that begin alike are computed
+            once; the loss is the same.
+        own_loss_is_a_token_sum: `compute_loss` and `training_step` of a subclass are sums over
+            tokens by `num_items_in_batch`, of which whole steps are planned.
 
     Raises TrainerError, and leaves the trainer as it was, for what cannot be exact, with every
     reason and way out.

@@ -40,10 +40,12 @@ class ImageShare:
 
     Attributes:
         pixels: of the images that this rank encodes, one after the other; of a blank image if there
-        are none. sent_rows: int64 [sent]; features that travel, in the order of the ranks that they
-        are sent to. sent, received: number of features sent to each rank of the domain, and
-        received from it. order: int64 [received]; puts received features into the order of this
-        rank's rows. places: of the images of the documents that this rank holds.
+            are none.
+        sent_rows: int64 [sent]; features that travel, in the order of the ranks that they are sent
+            to.
+        sent, received: number of features sent to each rank of the domain, and received from it.
+        order: int64 [received]; puts received features into the order of this rank's rows.
+        places: of the images of the documents that this rank holds.
     """
 
     pixels: Pixels

@@ -38,17 +38,20 @@ class Traits:
     """A trainer, and what it and its model are before anything is replaced.
 
     Attributes:
-        model: the model of transformers, inside the trainer's model and its adapters. adapters:
-        configs of peft, by name. of_trl: name of TRL's nearest class that it is or extends; None
-        for others. kind: what its loss needs; of a trainer that is not supported, "steps".
-        token_sum: whether losses of a subclass are said to be sums over tokens. pairs, images,
-        masked: whether the model is an encoder-decoder, reads images, or predicts masked tokens.
-        encoder: whether tokens of its base model see later ones. noisy: whether a module drops at
-        random, or NEFTune adds noise. balances: whether the auxiliary loss of a mixture's routers
-        is to be trained. recomputes, reentrant: whether layers are computed again in backward, and
-        whether in a backward pass of their own. means_of_batches: whether the model, as many that
-        read images, or the trainer itself asks for means of batches, though
-            the loss can be a sum over tokens.
+        model: the model of transformers, inside the trainer's model and its adapters.
+        adapters: configs of peft, by name.
+        of_trl: name of TRL's nearest class that it is or extends; None for others.
+        kind: what its loss needs; of a trainer that is not supported, "steps".
+        token_sum: whether losses of a subclass are said to be sums over tokens.
+        pairs, images, masked: whether the model is an encoder-decoder, reads images, or predicts
+            masked tokens.
+        encoder: whether tokens of its base model see later ones.
+        noisy: whether a module drops at random, or NEFTune adds noise.
+        balances: whether the auxiliary loss of a mixture's routers is to be trained.
+        recomputes, reentrant: whether layers are computed again in backward, and whether in a
+            backward pass of their own.
+        means_of_batches: whether the model, as many that read images, or the trainer itself asks
+            for means of batches, though the loss can be a sum over tokens.
     """
 
     def __init__(self, trainer: Any, token_sum: bool) -> None:

@@ -43,11 +43,14 @@ class Share:
 
     Attributes:
         micro_batches: documents and parts of documents of this rank, for every micro-batch of the
-        plan. micro_batch_targets: number of targets of every micro-batch, over all ranks. targets,
-        tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents
-        without a target. batches: number of batches that the rank with most batches has. read:
-        tokens of this rank's batches, or of their sources. exchange: how rows travel; None without
-        documents. plan: the plan; None without documents.
+            plan.
+        micro_batch_targets: number of targets of every micro-batch, over all ranks.
+        targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count
+            documents without a target.
+        batches: number of batches that the rank with most batches has.
+        read: tokens of this rank's batches, or of their sources.
+        exchange: how rows travel; None without documents.
+        plan: the plan; None without documents.
     """
 
     micro_batches: Sequence[MicroBatch] = ()
@@ -65,16 +68,22 @@ class Sharing:
     """Shares steps over ranks: what dynamic context parallelism adds to a trainer.
 
     Attributes:
-        profile, tokens_per_rank, mode, degree, parts: see `make_plan`. kernel, device: of
-        attention. group: ranks that share steps, for rings and values; None for one process.
+        profile, tokens_per_rank, mode, degree, parts: see `make_plan`.
+        kernel, device: of attention.
+        group: ranks that share steps, for rings and values; None for one process.
         ids_group: the same ranks, for lengths and token ids, which travel between CPUs while models
-        run. across: another group of them, for messages of rings between nodes; None on one node.
-        plans: the last plans, for reports. undo: what `restore` closes. vision: the model of
-        transformers, if it reads images. tower: its encoder, whose work is planned, too. seq2seq:
-        the model of transformers, if it is an encoder-decoder. predicts_masked: whether the model
-        is an encoder, whose labels are the masked tokens themselves. router_loss: that of a
-        mixture, if its model is to have it. chunked_loss: that of a model whose loss needs no
-        logits. noise: random numbers of its dropout and of NEFTune, if it has one of them.
+            run.
+        across: another group of them, for messages of rings between nodes; None on one node.
+        plans: the last plans, for reports.
+        undo: what `restore` closes.
+        vision: the model of transformers, if it reads images.
+        tower: its encoder, whose work is planned, too.
+        seq2seq: the model of transformers, if it is an encoder-decoder.
+        predicts_masked: whether the model is an encoder, whose labels are the masked tokens
+            themselves.
+        router_loss: that of a mixture, if its model is to have it.
+        chunked_loss: that of a model whose loss needs no logits.
+        noise: random numbers of its dropout and of NEFTune, if it has one of them.
     """
 
     profile: HardwareProfile

@@ -42,35 +42,38 @@ class StepMetrics:
     Attributes:
         loss: mean over the valid targets of the step; null in metrics.jsonl if none, or not finite.
         tokens, computed_tokens: of all documents of the step, before and after those that begin
-        alike were merged; the
-            second is None if none were. Speed counts the first, mfu the second.
+            alike were merged; the second is None if none were. Speed counts the first, mfu the
+            second.
         step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the
-        makespan of the plan. degrees: number of documents at each degree. balance: mean over
-        maximum of the modelled time per rank (1 - the plan's idle share). gap: relative distance of
-        the plan from its lower bound. bubble_share, predicted_bubble_share: mean share of the
-        pipeline's time in which a rank computes nothing, and the share
-            of the modelled step in which the pipeline fills and drains; 0 without a pipeline.
-        padding_share: padded rows as a share of all rows. data_wait_s: wait for data of the rank
-        that waited longest. peak_memory_bytes: peak memory of the fullest rank: of the allocator on
-        CUDA, of the process on a CPU. attention_s, exchange_wait_s, bubble_s: mean over ranks of
-        the time in attention, of the wait for K, V or their
-            gradients, and, in a pipeline, of the time without computation.
+            makespan of the plan.
+        degrees: number of documents at each degree.
+        balance: mean over maximum of the modelled time per rank (1 - the plan's idle share).
+        gap: relative distance of the plan from its lower bound.
+        bubble_share, predicted_bubble_share: mean share of the pipeline's time in which a rank
+            computes nothing, and the share of the modelled step in which the pipeline fills and
+            drains; 0 without a pipeline.
+        padding_share: padded rows as a share of all rows.
+        data_wait_s: wait for data of the rank that waited longest.
+        peak_memory_bytes: peak memory of the fullest rank: of the allocator on CUDA, of the process
+            on a CPU.
+        attention_s, exchange_wait_s, bubble_s: mean over ranks of the time in attention, of the
+            wait for K, V or their gradients, and, in a pipeline, of the time without computation.
         optimizer_s: mean over ranks of the time of their gradients' norm, and of clipping and the
-        optimizer in the step before,
-            which a GPU may not have ended when the step is logged.
+            optimizer in the step before, which a GPU may not have ended when the step is logged.
         rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits
-        for other ranks. mfu: model FLOP utilisation; None if the peak of the device is not known.
+            for other ranks.
+        mfu: model FLOP utilisation; None if the peak of the device is not known.
         validation_loss, validation_tokens, validation_s: mean loss over the targets of the
-        validation documents, number of
-            these targets, and time of the validation, not part of step_time_s; None in steps
-            without a validation.
+            validation documents, number of these targets, and time of the validation, not part of
+            step_time_s; None in steps without a validation.
         expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest
-        expert over the mean, and share
-            of experts without tokens in the step; means over layers.
+            expert over the mean, and share of experts without tokens in the step; means over
+            layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if
-        their factor is 0. skipped: True if weights and optimizer were not updated: loss or gradient
-        was not finite, or there was no target. source_tokens: tokens by path of their store if
-        several stores are mixed; otherwise None.
+            their factor is 0.
+        skipped: True if weights and optimizer were not updated: loss or gradient was not finite, or
+            there was no target.
+        source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
 
     step: int
@@ -118,8 +121,7 @@ class StepMetrics:
 
         Args:
             ranks: values of all processes by name, float64 [world size]: `rows`, `expert_layers`,
-            and every number with a
-                reduction over ranks.
+                and every number with a reduction over ranks.
         """
         plan = batch.plan
         padded = float(ranks["rows"].sum())

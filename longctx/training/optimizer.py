@@ -31,13 +31,13 @@ class OptimizerKind:
 
     Attributes:
         make: makes it of (groups of parameters, options of AdamW, device, matrices, group of all
-        ranks with parts of them). state_bytes: bytes of its state of `parameters`, of which
-        `matrices` are in matrices of blocks; `sizes` has how
-            many matrices of each size they are a part of.
+            ranks with parts of them).
+        state_bytes: bytes of its state of `parameters`, of which `matrices` are in matrices of
+            blocks; `sizes` has how many matrices of each size they are a part of.
         working_bytes: bytes of temporary tensors, of a block's `layer` and `held` numbers of
-        matrices on a rank. step_work: operations per rank of a model's updates on `ranks`, and
-        numbers that it sends and receives for them, beside
-            what AdamW takes.
+            matrices on a rank.
+        step_work: operations per rank of a model's updates on `ranks`, and numbers that it sends
+            and receives for them, beside what AdamW takes.
         momentum: whether matrices of blocks have a momentum of their own.
         fused: whether CUDA updates all parameters without temporary tensors.
     """

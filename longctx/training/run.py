@@ -19,11 +19,12 @@ class Run:
     """A run as one rank has opened it: no process groups.
 
     Attributes:
-        config: settings, with steps for epochs. checkpoint: checkpoint to start from, of this run
-        or of one that this run continues; None for the initial weights. returns: whether
-        `checkpoint` was asked for by its step, so that later ones are set aside. traced: steps to
-        trace, counted from 1. changes: settings that `train.fit_memory` changed, in words; empty if
-        none.
+        config: settings, with steps for epochs.
+        checkpoint: checkpoint to start from, of this run or of one that this run continues; None
+            for the initial weights.
+        returns: whether `checkpoint` was asked for by its step, so that later ones are set aside.
+        traced: steps to trace, counted from 1.
+        changes: settings that `train.fit_memory` changed, in words; empty if none.
     """
 
     config: Config

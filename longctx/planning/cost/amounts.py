@@ -22,8 +22,9 @@ class Amounts:
 
     Attributes:
         pairs: attention area: the length squared, or that of a tree (`Tree.pairs`); None: the
-        former. products: tokens beyond the length, or below it, as which the matrices count; None:
-        none. keys: tokens with as many bytes of K and V; None: the length.
+            former.
+        products: tokens beyond the length, or below it, as which the matrices count; None: none.
+        keys: tokens with as many bytes of K and V; None: the length.
     """
 
     pairs: Floats | None = None

@@ -107,12 +107,13 @@ class _ExchangeTimes:
     """The exchange of an assignment; arrays [micro-batches, ranks] in nanoseconds, others by ring.
 
     Attributes:
-        rings, row: documents of degree > 1, and the micro-batch of each. in_a_node, two_levels:
-        whether a ring is inside one node, and whether it is exchanged in two levels. busy, states,
-        exposed: time without the exchange, `states_ns`, and what else is not hidden in
-        `cost.model.score`. attention, remote, node: attention that hides messages: to all rows, to
-        rows of other ranks, and to rows of the own node
-            in rings that are exchanged in two levels.
+        rings, row: documents of degree > 1, and the micro-batch of each.
+        in_a_node, two_levels: whether a ring is inside one node, and whether it is exchanged in two
+            levels.
+        busy, states, exposed: time without the exchange, `states_ns`, and what else is not hidden
+            in `cost.model.score`.
+        attention, remote, node: attention that hides messages: to all rows, to rows of other ranks,
+            and to rows of the own node in rings that are exchanged in two levels.
         queries: computation of queries that hides messages.
         whole: inside the node, from relays, and across nodes: messages of a pass in one round.
     """

@@ -21,11 +21,9 @@ class TowerSpec:
 
     Attributes:
         patch_weights, block_weights, token_weights: parameters that multiply every patch before the
-        blocks, every patch in a
-            block, and every token of an image after them.
+            blocks, every patch in a block, and every token of an image after them.
         blocks, windowed, unused: number of blocks, of those with attention in windows, and of the
-        last ones, whose output is
-            not used: they have no backward.
+            last ones, whose output is not used: they have no backward.
         width: query heads × head size.
         merge, window: patches along the edge of a token, and tokens along the edge of a window.
         patches: patches of every image, if all are alike; None: those of its grid.

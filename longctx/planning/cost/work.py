@@ -32,24 +32,31 @@ class RankWork:
     """Computation and messages per rank; in a pipeline those of the rank with the most work.
 
     Attributes:
-        layers: number of blocks. weights: number of parameters of all matrices, including experts
-        that a token does not use. computed: parameters that every token is multiplied with, plus a
-        third of those that backward recomputes. Scans of
-            linear attention count as the parameters that take as long.
+        layers: number of blocks.
+        weights: number of parameters of all matrices, including experts that a token does not use.
+        computed: parameters that every token is multiplied with, plus a third of those that
+            backward recomputes. Scans of linear attention count as the parameters that take as
+            long.
         attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention;
-        twice that if it is not causal. kv_bytes: bytes of K and V exchanged per token, over all
-        layers and passes. tensor: tensor-parallel size. tensor_bytes: bytes received per token in
-        tensor-parallel collectives. pipeline_bytes: bytes sent per token between pipeline ranks.
-        gpus: number of GPUs of the whole run if it is a pipeline, else 1. queries: part of
-        `computed` that runs while K and V, or their gradients, travel. expert_weights: part of
-        `weights` in experts, which are gathered over the ranks with the same experts. expert_ranks:
-        number of ranks that hold each expert once. expert_bytes: bytes received per token that
-        travels to experts of other ranks, and back. state_bytes: bytes of states that a rank
-        receives from another of a ring, over all layers and passes. split: parameters that tokens
-        of documents on several ranks are multiplied with beside, as `computed`. received:
-        parameters that tokens from other ranks are multiplied with, as `computed`: those that
-        expand latents. exchanges: number of layers that exchange K and V, and those of linear
-        attention by how often they exchange.
+            twice that if it is not causal.
+        kv_bytes: bytes of K and V exchanged per token, over all layers and passes.
+        tensor: tensor-parallel size.
+        tensor_bytes: bytes received per token in tensor-parallel collectives.
+        pipeline_bytes: bytes sent per token between pipeline ranks.
+        gpus: number of GPUs of the whole run if it is a pipeline, else 1.
+        queries: part of `computed` that runs while K and V, or their gradients, travel.
+        expert_weights: part of `weights` in experts, which are gathered over the ranks with the
+            same experts.
+        expert_ranks: number of ranks that hold each expert once.
+        expert_bytes: bytes received per token that travels to experts of other ranks, and back.
+        state_bytes: bytes of states that a rank receives from another of a ring, over all layers
+            and passes.
+        split: parameters that tokens of documents on several ranks are multiplied with beside, as
+            `computed`.
+        received: parameters that tokens from other ranks are multiplied with, as `computed`: those
+            that expand latents.
+        exchanges: number of layers that exchange K and V, and those of linear attention by how
+            often they exchange.
     """
 
     layers: int

@@ -13,11 +13,13 @@ class DegreeTable:
     others stay in one place.
 
     Attributes:
-        long: indices of the long documents, longest first. time, tokens: nanoseconds and tokens of
-        a document in each of its places; time is NEVER where it does not fit. quickest, least_work:
-        minimum time of each document, and minimum time summed over its places. work: minimum work
-        of all documents, including short ones. short_ns_per_token: mean time per token of short
-        documents.
+        long: indices of the long documents, longest first.
+        time, tokens: nanoseconds and tokens of a document in each of its places; time is NEVER
+            where it does not fit.
+        quickest, least_work: minimum time of each document, and minimum time summed over its
+            places.
+        work: minimum work of all documents, including short ones.
+        short_ns_per_token: mean time per token of short documents.
     """
 
     def __init__(self, step: Step, settings: SearchSettings) -> None:

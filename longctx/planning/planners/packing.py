@@ -34,10 +34,13 @@ class PlacedRings:
 
     Attributes:
         degree, time, tokens: degree, time per rank in nanoseconds and maximum tokens per rank
-        (arrays [documents]). placed: mask of the documents placed so far; the others have degree 1.
-        micro_batch, first_rank: places of these documents (arrays [documents]). load, free: their
-        nanoseconds and the free tokens on every rank (arrays [micro-batches, ranks]). target:
-        nanoseconds of every micro-batch including the remaining documents, poured in as water is.
+            (arrays [documents]).
+        placed: mask of the documents placed so far; the others have degree 1.
+        micro_batch, first_rank: places of these documents (arrays [documents]).
+        load, free: their nanoseconds and the free tokens on every rank (arrays [micro-batches,
+            ranks]).
+        target: nanoseconds of every micro-batch including the remaining documents, poured in as
+            water is.
     """
 
     degree: Integers

@@ -97,20 +97,23 @@ def make_plan(
     in a pipeline the longest ones are in the middle.
 
     Args:
-        lengths: tokens of every document, each ≥ 1. ranks: size N of the domain. tokens_per_rank:
-        maximum number of tokens per rank in a micro-batch. degree: degree for mode static; None
-        chooses the best one. bins: table {longest document of the bin: degree} for mode bins; None
-        derives it from the profile. Mode auto also
-            considers this table, unless a document does not fit it.
+        lengths: tokens of every document, each ≥ 1.
+        ranks: size N of the domain.
+        tokens_per_rank: maximum number of tokens per rank in a micro-batch.
+        degree: degree for mode static; None chooses the best one.
+        bins: table {longest document of the bin: degree} for mode bins; None derives it from the
+            profile. Mode auto also considers this table, unless a document does not fit it.
         max_remote_tokens: about how many remote tokens a round of the exchange has at most. A rank
-        holds K and V of two rounds
-            at once. None: as many rounds as hide the exchange (see `rounds`).
+            holds K and V of two rounds at once. None: as many rounds as hide the exchange (see
+            `rounds`).
         pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows
-        are tried as well. trees: documents that are trees, by document; see
-        `longctx.planning.tree`. sources: for an encoder-decoder, the tokens of every document that
-        its encoder reads, the first ones; else empty. parts: what tokens of sources and of targets
-        cost. images: tokens and grid of each image of documents, by document. tower: encoder of
-        images, whose work is planned too; None: it takes no time.
+            are tried as well.
+        trees: documents that are trees, by document; see `longctx.planning.tree`.
+        sources: for an encoder-decoder, the tokens of every document that its encoder reads, the
+            first ones; else empty.
+        parts: what tokens of sources and of targets cost.
+        images: tokens and grid of each image of documents, by document.
+        tower: encoder of images, whose work is planned too; None: it takes no time.
 
     Raises PlanError for malformed input, or documents that fit at no degree (names the document and
     the remedies).

@@ -25,9 +25,12 @@ class Step:
 
     Attributes:
         places: number of places for a document of degree 1: ranks, or blocks of them; `on_ranks`
-        makes ranks of places. max_remote_tokens: see `make_plan`. round_price: what `score` and
-        `alone_ns` count for a round of the exchange; see `cost.model.exposed_ns`. block: ranks of a
-        place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
+            makes ranks of places.
+        max_remote_tokens: see `make_plan`.
+        round_price: what `score` and `alone_ns` count for a round of the exchange; see
+            `cost.model.exposed_ns`.
+        block: ranks of a place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3
+            is on 12 of them.
     """
 
     profile: HardwareProfile

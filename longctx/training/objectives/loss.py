@@ -215,16 +215,18 @@ def cross_entropy_sum(
     bfloat16, an error of up to 0.4 %.
 
     Args:
-        hidden: hidden states [tokens, hidden]. weight: output weight [vocab, hidden], or a function
-        from hidden states to logits, which backward calls again for every
-            chunk. If tensor parallelism splits the weight by entries and hidden by tokens, every
-            rank passes all labels and gets the whole loss.
+        hidden: hidden states [tokens, hidden].
+        weight: output weight [vocab, hidden], or a function from hidden states to logits, which
+            backward calls again for every chunk. If tensor parallelism splits the weight by entries
+            and hidden by tokens, every rank passes all labels and gets the whole loss.
         labels: int64 [tokens], -100 where nothing is predicted. Without valid targets the loss and
-        its gradients are 0. chunk_tokens: maximum number of rows of logits in memory at a time
-        (None: `tokens_at_once`). weights: weights of the tokens [tokens] (None: 1). rows: rows with
-        a label, see `rows_with_labels`; logits are computed for these rows only (None: for all
-        rows). compiled: compile what follows the product with an output weight, so that its
-        operations on the logits are fused.
+            its gradients are 0.
+        chunk_tokens: maximum number of rows of logits in memory at a time (None: `tokens_at_once`).
+        weights: weights of the tokens [tokens] (None: 1).
+        rows: rows with a label, see `rows_with_labels`; logits are computed for these rows only
+            (None: for all rows).
+        compiled: compile what follows the product with an output weight, so that its operations on
+            the logits are fused.
     """
     if not isinstance(weight, torch.Tensor):
         return _sum_by_projection(

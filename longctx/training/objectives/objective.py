@@ -19,10 +19,9 @@ class StepWeights:
     """Weights of the tokens of a step on this rank.
 
     Attributes:
-        divisor: divisor of the loss of the whole step, the same on all ranks; not 0. tokens:
-        weights of the labels, float32 [T] for each micro-batch of this rank; ignored where nothing
-        is predicted.
-            None: 1 everywhere.
+        divisor: divisor of the loss of the whole step, the same on all ranks; not 0.
+        tokens: weights of the labels, float32 [T] for each micro-batch of this rank; ignored where
+            nothing is predicted. None: 1 everywhere.
     """
 
     divisor: float

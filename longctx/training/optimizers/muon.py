@@ -62,9 +62,10 @@ class Muon(torch.optim.AdamW):
 
     Args:
         groups: groups of parameters, as torch's optimizers take them; those of matrices have their
-        `momentum`. matrices: the parameters of matrices, in the same order on all ranks, and how
-        many are stacked along the rows of each. ranks: group of all ranks that hold parts of them;
-        None: this process holds all of them.
+            `momentum`.
+        matrices: the parameters of matrices, in the same order on all ranks, and how many are
+            stacked along the rows of each.
+        ranks: group of all ranks that hold parts of them; None: this process holds all of them.
     """
 
     def __init__(
