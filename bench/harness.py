@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import longctx
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.parallel.timing import now, seconds
 

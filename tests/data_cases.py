@@ -10,8 +10,8 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
-from longctx.data.records.corpus import open_corpus
 from longctx.data.records.formats import Document
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.planning.hardware_profile import HardwareProfile

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from tests.data_cases import text_of, write_jsonl
 from tests.lora_cases import weights_of

@@ -35,7 +35,7 @@ from longctx.comparison.steps import (
 from longctx.comparison.table import missing
 from longctx.config import load
 from longctx.data.mixture import make_steps
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.sampler import Sampler
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from longctx.commands.prepare import _particulars
-from longctx.data.records.corpus import CorpusError, SourceCounts, open_corpus
+from longctx.data.records.corpus import CorpusError, SourceCounts
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
 from tests.data_cases import CONVERSATION, write_jsonl

@@ -11,8 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from longctx.cli import main
-from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.corpus import CorpusError
 from longctx.data.records.formats import Document
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
 from tests.data_cases import documents, made, write_jsonl, written

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from longctx.data.loader import Loader, LoaderError
 from longctx.data.packing import MicroBatch, PackingError, StepBatch, pack, pack_documents
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.sampler import Piece, SamplerError
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longctx.config import load
 from longctx.data.loader import Loader, LoaderError
 from longctx.data.mixture import Mixture, make_steps
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store.manifest import StoreError
 from longctx.data.store.prepare import prepare

@@ -12,8 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.corpus import CorpusError
 from longctx.data.records.formats import Document
+from longctx.data.records.sources import open_corpus
 from tests.data_cases import made, whole, write_jsonl
 from tests.template_cases import TOOLS, call, chat
 

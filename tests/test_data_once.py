@@ -12,8 +12,9 @@ import pyarrow
 import pytest
 
 from longctx.cli import main
-from longctx.data.records.corpus import CorpusError, SourceCounts, open_corpus
+from longctx.data.records.corpus import CorpusError, SourceCounts
 from longctx.data.records.pretrained import Pretrained
+from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import Tokenizer, TokenizerError
 from longctx.data.store.manifest import StoreError
 from longctx.data.store.prepare import prepare

@@ -9,7 +9,8 @@ import pytest
 
 from longctx.cli import main
 from longctx.data.records.chat import ChatError
-from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.corpus import CorpusError
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.manifest import Manifest
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store

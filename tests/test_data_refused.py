@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.corpus import CorpusError
 from longctx.data.records.formats import columns_of, parse_record
+from longctx.data.records.sources import open_corpus
 from longctx.errors import UserError
 from tests.data_cases import written
 from tests.template_cases import TOOLS, call, chat

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from longctx.cli import main
 from longctx.data.records.chat import CHATML, ChatError
-from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.corpus import CorpusError
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.manifest import StoreError
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store

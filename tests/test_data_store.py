@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.cli import main
-from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.corpus import CorpusError
+from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import Tokenizer, TokenizerError
 from longctx.data.store.manifest import StoreError
 from longctx.data.store.prepare import prepare
@@ -379,7 +380,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from longctx.data.store import writer
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 
 writer.BATCH_DOCUMENTS = 2

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from longctx.cli import main
 from longctx.data import IGNORED_LABEL
 from longctx.data.records.chat import ChatError
-from longctx.data.records.corpus import open_corpus
 from longctx.data.records.pretrained import Pretrained
+from longctx.data.records.sources import open_corpus
 from longctx.data.records.template import Template
 from longctx.data.records.tokenizer import TokenizerError
 from longctx.data.store.manifest import StoreError

@@ -22,7 +22,8 @@ from longctx.cli import main
 from longctx.config import load
 from longctx.data.mixture import make_steps
 from longctx.data.records.chat import ChatError
-from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.corpus import CorpusError
+from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import TokenizerError
 from longctx.data.sampler import Piece, Sampler, SamplerError
 from longctx.data.store.prepare import prepare

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 
 from longctx.config import load
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble

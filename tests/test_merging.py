@@ -15,7 +15,7 @@ from longctx.cli import main
 from longctx.config import ConfigError, load
 from longctx.data.loader import Loader, Merging, merge_pieces
 from longctx.data.packing import StepBatch, pack_documents
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.sampler import Piece
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store

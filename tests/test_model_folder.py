@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
 from longctx.hf.model import TransformersSource

@@ -11,8 +11,8 @@ import longctx
 from longctx.cli import main
 from longctx.config import load
 from longctx.config.problems import ConfigError
-from longctx.data.records.corpus import open_corpus
 from longctx.data.records.pretrained import Pretrained
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.request import StoreRequest
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import CheckpointFiles

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from tests.training_cases import start
 from tests.workers import Workers

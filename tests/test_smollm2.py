@@ -16,7 +16,7 @@ pytest.importorskip("gguf")
 from transformers import AutoModelForCausalLM
 
 from longctx.config import load
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from tests.lora_cases import (
     SETTINGS,

@@ -21,7 +21,7 @@ import torch
 from longctx import start as starting
 from longctx.cli import main
 from longctx.config import Config, ConfigError, load
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
 from longctx.training.data import choose_max_length

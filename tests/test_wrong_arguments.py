@@ -32,7 +32,7 @@ from longctx.arguments import checked, is_number, is_whole, said, token_ids, who
 from longctx.attention import Mask, warm_up
 from longctx.config import load
 from longctx.data.packing import PackingError, pack_seq2seq
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.trees import merge_prefixes, pack_merged
 from longctx.errors import UserError
 from longctx.hf.attention import model_inputs

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from longctx.attention import RingAttention
 from longctx.checksums import sealed
 from longctx.config import load
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.parallel.mesh import make_groups
 from longctx.parallel.pipeline import _WatchedStage

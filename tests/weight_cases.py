@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from longctx.attention import RingAttention
 from longctx.config import load
-from longctx.data.records.corpus import open_corpus
+from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.planning.layout import Placement

@@ -1,4 +1,5 @@
 """Corpus: a text source of any kind as a sequence of named documents in a fixed order.
+`longctx.data.records.sources` opens one.
 
 A source is `python-stdlib` (this Python's standard library: real source code, no download), a file,
 a folder, a dataset that `datasets` saved, or one of the hub. The ending of a file decides whether
@@ -9,10 +10,8 @@ unreadable file or record is an error that names the place.
 """
 
 import hashlib
-import json
 import os
 import re
-import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -22,14 +21,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longctx.arguments import a_path, checked, flag, kind, or_none, whole
 from longctx.data.records.chat import ChatError
 from longctx.data.records.formats import Document, parse_record
 from longctx.data.records.messages import FormatError
 from longctx.data.records.nulls import AddedMembers, may_have_added
-from longctx.data.records.once import check_pointers, check_tables, finished, named, once, told
+from longctx.data.records.once import named
 from longctx.data.records.readers import (
-    MEGATRON,
     READERS,
     CorpusError,
     HubDataset,
@@ -40,36 +37,14 @@ from longctx.data.records.readers import (
     read_hub,
     read_text,
 )
-from longctx.errors import brief
-from longctx.paths import expanded
+from longctx.data.records.splits import PLAIN
 
 STANDARD_LIBRARY = "python-stdlib"
-_NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
-_ENDINGS = """
-    txt text md markdown rst adoc org tex bib htm html xhtml xml srt vtt
-    py pyi pyx c h cc cpp cxx hh hpp hxx inl cu cuh cl rs go java kt kts scala groovy clj
-    js mjs cjs jsx ts tsx vue css scss less rb php pl pm lua jl r m mm swift cs fs vb hs
-    ml mli ex exs erl elm lean v sv vhd f f90 f95 pas asm s sh bash zsh fish ps1 bat
-    sql proto thrift graphql yaml yml toml ini cfg conf cmake mk diff patch jinja j2
-"""
-TEXT_ENDINGS = frozenset(f".{ending}" for ending in _ENDINGS.split())
-"""Endings of files that are one text each."""
-PLAIN = (".txt", ".text")
-SPLITS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
-"""Split by the word in the path of a file of records, as `datasets` has it."""
-_SPLIT = re.compile(rf"(?<![^\W_])(({'|'.join(SPLITS)})(?![^\W\d_])\w*)", re.IGNORECASE)
 SKIPPED_NAMES = 10
 """Number of skipped files that are named."""
 JSON = (".jsonl", ".ndjson", ".json")
 LOOKED_AT = 10_000
 """Least number of records that tell whether a table wrote them, where reading stops at a limit."""
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
-_SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
-_ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|requirements)\b", re.IGNORECASE)
 
 
 @dataclass(kw_only=True)
@@ -326,291 +301,3 @@ def _values(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 def _count(counts: dict[str, int], *names: str) -> None:
     for name in names:
         counts[name] = counts.get(name, 0) + 1
-
-
-_TEXT = kind("a text", str)
-
-
-@checked(
-    CorpusError,
-    source=a_path,
-    text_column=or_none(_TEXT),
-    split=or_none(_TEXT),
-    as_text=flag,
-    subset=or_none(_TEXT),
-    revision=or_none(_TEXT),
-    max_documents=or_none(whole(least=1)),
-    max_bytes=or_none(whole(least=1)),
-    document_separator=or_none(_TEXT),
-)
-def open_corpus(
-    source: str,
-    *,
-    text_column: str | None = None,
-    split: str | None = None,
-    as_text: bool = False,
-    subset: str | None = None,
-    revision: str | None = None,
-    max_documents: int | None = None,
-    max_bytes: int | None = None,
-    document_separator: str | None = None,
-) -> Corpus:
-    """Finds the files of a source, or a data set on the hub, if there is no file of that name.
-
-    `split` is the split to read, where files or a dataset have several; None: train. `as_text`
-    reads every file as one text. `subset` and `revision` are those of a data set on the hub. With
-    `max_documents` or `max_bytes`, reading stops there, and a data set of the hub is streamed.
-    `document_separator` separates documents in files that are one text each. Raises CorpusError if
-    `source` does not exist or cannot be a source, or has no such split.
-    """
-    source = expanded(source)
-    if source != STANDARD_LIBRARY:
-        _check_there(Path(source))
-    if source != STANDARD_LIBRARY and _HUB_NAME.fullmatch(source) and not Path(source).exists():
-        if as_text:
-            raise CorpusError(
-                f"source {source!r} is no file or folder to read as text: omit --as-text, or "
-                "correct it"
-            )
-        hub = HubDataset.look_up(source, subset, split or "train", revision)
-        corpus = Corpus(source, "hub", root=Path(), files=(), text_column=text_column, hub=hub)
-    elif subset is not None or revision is not None:
-        raise CorpusError(f"{source!r} is no OWNER/NAME of the hub: omit --subset and --revision")
-    else:
-        corpus = _local(source, text_column, split, as_text)
-    return replace(
-        corpus, max_documents=max_documents, max_bytes=max_bytes, separator=document_separator
-    )
-
-
-def _local(source: str, text_column: str | None, split: str | None, as_text: bool) -> Corpus:
-    if source == STANDARD_LIBRARY:
-        root = Path(sysconfig.get_path("stdlib"))
-        library = [file for file in _walk(root, Counter(), _NOT_STANDARD) if file.suffix == ".py"]
-        if not library:
-            raise CorpusError(
-                f"the source of Python's standard library is not in {root}: give another --source"
-            )
-        return Corpus(
-            source, STANDARD_LIBRARY, root=root, files=tuple(library), text_column=text_column
-        )
-    path = Path(source)
-    not_read = Counter[str]()
-    if split is not None and (as_text or not path.is_dir()):
-        raise CorpusError(
-            f"split {split!r} cannot be chosen: {source!r} is one file, or is read as text; omit "
-            "--split"
-        )
-    if path.is_file():
-        if not (as_text or ending_of(path) in READERS or path.suffix.lower() in TEXT_ENDINGS):
-            raise CorpusError(
-                f"{path} is read neither as records ({', '.join(READERS)}) nor as text (such as "
-                ".txt, .md, .py) by its ending: "
-                "rename it (only records may be compressed, as .gz or .zst), or give --as-text to "
-                "read it as one text"
-            )
-        if ending_of(path) in MEGATRON and not as_text:
-            both = [path.with_suffix(ending) for ending in MEGATRON]
-        else:
-            both = [path]
-        there = tuple(filter(Path.exists, both))
-        check_pointers(there)
-        return Corpus(
-            source, "files", root=path.parent, files=there, text_column=text_column, as_text=as_text
-        )
-    if not path.is_dir():
-        raise CorpusError(
-            f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, a "
-            "saved dataset, or OWNER/NAME"
-        )
-    if (path / "dataset_dict.json").exists():
-        folders = _splits_of(path / "dataset_dict.json")
-        name = _chosen(source, split, folders)
-        not_read.update(f"split {other}" for other in folders if other != name)
-        path = path / name
-    files = finished(list(_walk(path, not_read)), path, not_read)
-    if {"dataset_info.json", "state.json"} <= {file.name for file in files if file.parent == path}:
-        if split is not None and path == Path(source):
-            raise CorpusError(
-                f"split {split!r} cannot be chosen: {source!r} is one saved dataset; omit --split"
-            )
-        check_pointers(files)
-        return Corpus(
-            source,
-            "dataset",
-            root=path,
-            files=tuple(files),
-            text_column=text_column,
-            not_read=not_read,
-        )
-    if saved := sorted(
-        str(f.parent)
-        for f in files
-        if f.name == "state.json" and f.with_name("dataset_info.json") in files
-    ):
-        raise CorpusError(
-            f"source {source!r} is a folder of saved datasets: give one of them, "
-            f"{' or '.join(saved)}"
-        )
-    check_pointers(file for file in files if file.suffix.lower() == ".dvc")
-    if not as_text:
-        files = _records_and_texts(source, path, files=files, split=split, not_read=not_read)
-    if not files:
-        others = "".join(f"; {count:,} × {reason}" for reason, count in sorted(not_read.items()))
-        raise CorpusError(
-            f"source {source!r} is a folder without files to read{others}: put text, "
-            f"{', '.join(READERS)} files there, or give "
-            "--as-text to read every file as one text"
-        )
-    check_pointers(files)
-    files = once(files, path, not_read, as_text=as_text)
-    noted = {} if as_text else told(files, path)
-    return Corpus(
-        source,
-        "files",
-        root=path,
-        files=tuple(files),
-        text_column=text_column,
-        not_read=not_read,
-        as_text=as_text,
-        noted=noted,
-    )
-
-
-def _check_there(path: Path) -> None:
-    """Raises CorpusError for a source that only a pointer stands for, or a link."""
-    check_pointers([path, path.with_name(f"{path.name}.dvc")])
-    if path.is_symlink() and not path.exists():
-        raise CorpusError(
-            f"source {path} is a link to {path.readlink()}, which does not exist: correct the "
-            "link, or the source"
-        )
-
-
-def _records_and_texts(
-    source: str, root: Path, files: list[Path], split: str | None, not_read: Counter[str]
-) -> list[Path]:
-    """Returns the files to read: texts by their endings, and the records of one split. Counts the
-    others in `not_read`."""
-    records = {
-        file
-        for file in files
-        if ending_of(file) in READERS and not file.stem.lower().startswith("dataset_info")
-    }
-    # train.txt, valid.txt.
-    whole = (file for file in files if file.suffix.lower() in PLAIN and file.stem.lower() in SPLITS)
-    named = {file: _named_splits(file, root) for file in (*records, *whole)}
-    if all(kind != "train" for kind, _ in named.values()):
-        named = {file: each if all(each) else ("train", "train") for file, each in named.items()}
-    own = (split or "train") in {name for _, name in named.values()}
-    split_of = {file: names[own] for file, names in named.items()}
-    splits = {*split_of.values()}
-    names = sorted({name for each in named.values() for name in each if name})
-    if len(splits) > 1 or split is not None:
-        chosen = _chosen(source, split, names)
-    else:
-        chosen = "".join(splits)
-    several = sorted({name for kind, name in named.values() if kind == chosen})
-    if split is None and not own and len(several) > 1:
-        raise CorpusError(
-            f"source {source!r} has {' and '.join(several)}: choose one with --split; --split "
-            f"{chosen} reads all"
-        )
-    read = []
-    for file in files:
-        if split_of.get(file, chosen) != chosen:
-            not_read[
-                f"split {split_of[file]}"
-                if split_of[file]
-                else "no split in the name, beside train"
-            ] += 1
-        elif file in split_of:
-            read.append(file)
-        elif records and (file.suffix.lower() not in (*PLAIN, ".md") or _ABOUT.match(file.name)):
-            not_read[
-                f"{file.name if _ABOUT.match(file.name) or not file.suffix else file.suffix} "
-                "beside records"
-            ] += 1
-        elif file.suffix.lower() in TEXT_ENDINGS:
-            read.append(file)
-        else:
-            not_read[f"ending {file.suffix.lower()}" if file.suffix else "no ending"] += 1
-    return read
-
-
-def _named_splits(file: Path, root: Path) -> tuple[str, str]:
-    """Returns the split of a file, and its own name: train and train_sft of `train_sft/a.parquet`;
-    empty if it has none."""
-    shard = _SHARD.match(file.name) if file.parent.name == "data" else None
-    own, word = [("", ""), *_SPLIT.findall(str(file.relative_to(root)))][-1]
-    name = shard[1] if shard else own.rstrip("_0123456789")
-    return SPLITS.get(word.lower(), name), SPLITS.get(name.lower(), name)
-
-
-def _chosen(source: str, split: str | None, splits: Iterable[str]) -> str:
-    """Returns the split to read. Raises CorpusError if there is none of that name."""
-    name = split or "train"
-    name = name if name in splits else SPLITS.get(name.lower(), name)
-    if name not in splits:
-        raise CorpusError(
-            f"source {source!r} has no split {name!r}: choose one with --split, "
-            f"{' or '.join(splits) or 'none'}"
-        )
-    return name
-
-
-def _splits_of(file: Path) -> list[str]:
-    try:
-        return [str(split) for split in json.loads(file.read_text("utf-8"))["splits"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorpusError(
-            f"{file} is damaged: {brief(error)}; give the folder of one split"
-        ) from error
-
-
-def _unreadable(error: OSError) -> None:
-    """Raises CorpusError for a folder that cannot be listed."""
-    raise CorpusError(
-        f"folder {error.filename} cannot be read: {error.strerror}: change its permissions, or "
-        "remove it"
-    ) from error
-
-
-def _walk(
-    root: Path, not_read: Counter[str], leave_out: set[str] | frozenset[str] = frozenset()
-) -> Iterator[Path]:
-    """Yields the files under `root`, sorted by relative name, without hidden ones and the folders
-    named in `leave_out`.
-
-    Links to folders are followed, each folder once, but not where folders are left out. Broken
-    links are counted in `not_read`.
-    """
-    files: list[Path] = []
-    again: list[Path] = []
-    entered = {root.resolve()}
-    for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=not leave_out):
-        kept = []
-        check_tables(Path(folder), folders, names)
-        for name in sorted(folders, key=lambda name: (Path(folder, name).is_symlink(), name)):
-            target = Path(folder, name).resolve()
-            if name in leave_out or name.startswith("."):
-                continue
-            if target in entered:
-                again.append(Path(folder, name))
-                continue
-            entered.add(target)
-            kept.append(name)
-        folders[:] = kept
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    broken = sorted(file for file in files if file.is_symlink() and not file.exists())
-    check_pointers(broken)
-    for what, left in (("link to a folder that is read already", again), ("broken link", broken)):
-        if left:
-            not_read[named(what, left, root)] = len(left)
-    # Sorted by path parts: the order of the file system differs between machines.
-    return iter(
-        sorted(
-            (file for file in files if file.is_file()),
-            key=lambda file: file.relative_to(root).parts,
-        )
-    )

@@ -17,10 +17,11 @@ from longctx import tokenizer_files
 from longctx.arguments import a_path, callable_, checked, flag, kind, or_none, whole
 from longctx.checksums import checksums
 from longctx.data.records.chat import CHATML, TEMPLATE_FILE
-from longctx.data.records.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
+from longctx.data.records.corpus import STANDARD_LIBRARY, Corpus, SourceCounts
 from longctx.data.records.formats import TOKEN_IDS, WITHOUT_TEMPLATE
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.readers import CorpusError
+from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.store.encode import Encoder
 from longctx.data.store.folder import NOTES, partial_folder, present, put_in_place

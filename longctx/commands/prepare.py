@@ -185,7 +185,7 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.data.records.corpus import open_corpus
+    from longctx.data.records.sources import open_corpus
     from longctx.data.records.tokenizer import ANOTHER_TOKENIZER
     from longctx.data.store.prepare import prepare
 
