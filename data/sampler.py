@@ -10,7 +10,7 @@ any ranks.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,25 +100,50 @@ def _check_step(global_tokens: int, tokens: int, pieces: int) -> None:
         )
 
 
-def _refuse(
-    refused: npt.NDArray[np.bool_],
-    among: npt.NDArray[np.bool_],
-    what: str,
-    ways: str,
-    lengths: npt.NDArray[np.int64],
+def _refuse_long(
+    store: "Store | None",
+    lengths: Numbers,
+    taken: npt.NDArray[np.bool_],
+    *,
     max_length: int,
-    name: Callable[[int], str],
+    long_documents: str | None,
 ) -> None:
-    """Raises SamplerError if documents are `refused` as too long, naming the longest of them."""
-    if refused.any():
-        longest = int(np.where(refused, lengths, 0).argmax())
-        raise SamplerError(
-            f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {int(refused.sum())} "
-            f"of {int(among.sum())} "
-            f"{what} have more than the {max_length:,} that fit: set data.long_documents to "
-            f"{ways}, raise data.max_length, "
-            "or use more ranks or more batch.tokens_per_rank"
+    """Raises SamplerError for documents that are too long, naming the longest of them: for all
+    under "error", for conversations without a setting."""
+    if long_documents == "error":
+        among = taken
+        what = "documents"
+        ways = "split or drop"
+    elif long_documents is None and store is not None:
+        among = taken & store.partly_trained
+        what = "conversations, or other documents with tokens without loss,"
+        ways = "drop, truncate_left (keeps the end), truncate_right or split"
+    else:
+        return
+    refused = among & (lengths > max_length)
+    if not refused.any():
+        return
+    longest = int(np.where(refused, lengths, 0).argmax())
+    name = str(longest) if store is None else store.name(longest)
+    raise SamplerError(
+        f"document {name!r} has {lengths[longest]:,} tokens, and {int(refused.sum())} of "
+        f"{int(among.sum())} {what} have more than the {max_length:,} that fit: set "
+        f"data.long_documents to {ways}, raise data.max_length, or use more ranks or more "
+        "batch.tokens_per_rank"
+    )
+
+
+def _why_none_is_left(dropped: int, max_length: int) -> str:
+    """Returns the error of a sampler without documents, of which `dropped` were too long."""
+    if dropped:
+        return (
+            f"no document is left: all {dropped} have more than {max_length:,} tokens and "
+            "long_documents is drop; set data.long_documents to split, or raise data.max_length"
         )
+    return (
+        "there are no documents to train on: give a store with more documents, or lower "
+        "data.held_out"
+    )
 
 
 class Sampler:
@@ -157,54 +182,21 @@ class Sampler:
         stream: Sequence[int] = (),
     ) -> None:
         _check_settings(global_tokens, seed, max_length, long_documents)
-        store = None if isinstance(documents, np.ndarray) else documents
-        lengths = documents if isinstance(documents, np.ndarray) else documents.lengths
-        name = str if store is None else store.name
+        if isinstance(documents, np.ndarray):
+            store = None
+            lengths = documents
+        else:
+            store = documents
+            lengths = documents.lengths
         taken = np.ones(len(lengths), np.bool_) if left_out is None else ~left_out
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
-        conversations = np.zeros_like(taken) if store is None else taken & store.partly_trained
-        if long_documents == "error":
-            _refuse(
-                is_long,
-                taken,
-                what="documents",
-                ways="split or drop",
-                lengths=lengths,
-                max_length=max_length,
-                name=name,
-            )
-        if long_documents is None:
-            what = "conversations, or other documents with tokens without loss,"
-            ways = "drop, truncate_left (keeps the end), "
-            _refuse(
-                is_long & conversations,
-                conversations,
-                what=what,
-                ways=ways + "truncate_right or split",
-                lengths=lengths,
-                max_length=max_length,
-                name=name,
-            )
+        _refuse_long(store, lengths, taken, max_length=max_length, long_documents=long_documents)
         kept = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
         self.dropped = int(taken.sum()) - len(kept)
         if not len(kept):
-            raise SamplerError(
-                f"no document is left: all {self.dropped} have more than {max_length:,} tokens and "
-                "long_documents is drop; "
-                "set data.long_documents to split, or raise data.max_length"
-                if self.dropped
-                else "there are no documents to train on: give a store with more documents, or "
-                "lower data.held_out"
-            )
-        cut = long_documents in TRUNCATED
-        counts = np.ones_like(kept) if cut else -(-lengths[kept] // max_length)
-        self._document = np.repeat(kept, counts)
-        first_piece = np.repeat(np.cumsum(counts) - counts, counts)
-        self._start = (np.arange(len(first_piece)) - first_piece) * max_length
-        if long_documents == "truncate_left":
-            self._start = np.maximum(lengths[kept] - max_length, 0)
-        self._stop = np.minimum(self._start + max_length, lengths[self._document])
+            raise SamplerError(_why_none_is_left(self.dropped, max_length))
+        self._cut(kept, lengths, max_length=max_length, long_documents=long_documents)
         if store is not None:
             self._keep(store.has_targets(self._document, self._start, self._stop))
         self.pieces = len(self._document)
@@ -216,6 +208,26 @@ class Sampler:
         self.longest = int((self._stop - self._start).max())
         self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
 
+    def _cut(
+        self,
+        kept: npt.NDArray[np.int64],
+        lengths: Numbers,
+        *,
+        max_length: int,
+        long_documents: str | None,
+    ) -> None:
+        """Sets document, start and stop of every piece of the documents that are kept."""
+        if long_documents in TRUNCATED:
+            counts = np.ones_like(kept)
+        else:
+            counts = -(-lengths[kept] // max_length)
+        self._document = np.repeat(kept, counts)
+        first_piece = np.repeat(np.cumsum(counts) - counts, counts)
+        self._start = (np.arange(len(first_piece)) - first_piece) * max_length
+        if long_documents == "truncate_left":
+            self._start = np.maximum(lengths[kept] - max_length, 0)
+        self._stop = np.minimum(self._start + max_length, lengths[self._document])
+
     def _keep(self, has_target: npt.NDArray[np.bool_]) -> None:
         """Leaves out the pieces without a target."""
         if not has_target.any():
@@ -223,9 +235,9 @@ class Sampler:
                 f"none of the {len(has_target):,} documents has a token to train on: give a store "
                 "with other documents"
             )
-        self._document, self._start, self._stop = (
-            each[has_target] for each in (self._document, self._start, self._stop)
-        )
+        self._document = self._document[has_target]
+        self._start = self._start[has_target]
+        self._stop = self._stop[has_target]
 
     def step(self, cursor: int) -> tuple[tuple[Piece, ...], int]:
         """Returns the pieces of the step that begins at `cursor`, and the cursor of the next

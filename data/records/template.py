@@ -70,6 +70,15 @@ class Rendered:
     thoughts: int = 0
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Spans of a text to train on, with weights; `end` and `empty_thoughts` as in `Rendered`."""
+
+    spans: list[tuple[int, int, float]]
+    end: float
+    empty_thoughts: int
+
+
 class Template:
     """Renders conversations as texts.
 
@@ -138,47 +147,55 @@ class Template:
         missing = left_out(text, messages, tools=tools, trained=turns, by="the chat template")
         if self._train_on == "all":
             return Rendered(text, None, missing)
-        if marks:
-            spans = [(start, stop, 1.0) for start, stop in sorted(generated) if start < stop]
-            if given or len(turns) < sum(message["role"] == "assistant" for message in messages):
-                owners = [*zip(self._turns(text, messages, tools, turns), weights, strict=True)]
-                by_span = [
-                    (a, b, [w for (start, stop), w in owners if a < stop and start < b])
-                    for a, b, _ in spans
-                ]
-                # The other turns are not trained on.
-                spans = [(a, b, found[0]) for a, b, found in by_span if found]
-            if not spans:
-                raise ChatError(
-                    "the template marks nothing of this conversation as generated, so there is "
-                    "nothing to train on: remove the "
-                    "conversation, or correct the template"
-                )
+        if not marks:
+            found = self._found(text, messages, tools, turns=turns, weights=weights)
+            spans = self._by_parts(found.spans, text, messages=messages, tools=tools, turns=turns)
             return Rendered(
-                text,
-                self._by_parts(spans, text, messages=messages, tools=tools, turns=turns),
-                missing,
+                text, spans, left_out=missing, end=found.end, thoughts=found.empty_thoughts
             )
+        spans = [(start, stop, 1.0) for start, stop in sorted(generated) if start < stop]
+        answers = sum(message["role"] == "assistant" for message in messages)
+        if given or len(turns) < answers:
+            whole = self._turns(text, messages, tools, turns)
+            spans = _of_turns(spans, whole, weights)
+        if not spans:
+            raise ChatError(
+                "the template marks nothing of this conversation as generated, so there is "
+                "nothing to train on: remove the conversation, or correct the template"
+            )
+        spans = self._by_parts(spans, text, messages=messages, tools=tools, turns=turns)
+        return Rendered(text, spans, missing)
+
+    def _found(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        *,
+        turns: Sequence[int],
+        weights: Sequence[float],
+    ) -> "_Found":
+        """Returns what is trained on where the template does not mark it: the turns, without empty
+        thoughts, and the end of the text where the template does not end the last turn."""
         whole = self._turns(text, messages, tools, turns)
         learned = whole
         if not self._empty_thoughts:
             learned = [
-                (_after_thought(text, *span, messages[turn]), span[1])
-                for turn, span in zip(turns, whole, strict=True)
+                (_after_thought(text, start, stop, message=messages[turn]), stop)
+                for turn, (start, stop) in zip(turns, whole, strict=True)
             ]
         thoughts = sum(before != after for before, after in zip(whole, learned, strict=True))
         start, stop = learned[-1]
-        ended = text[stop:].strip() or self._tokenizer.special_tokens(
-            self._tokenizer.pieces(text.rstrip())[-1]
-        )
-        unended = not ended and self.ends_no_turn
-        if unended:
+        last_piece = self._tokenizer.pieces(text.rstrip())[-1]
+        ends = bool(text[stop:].strip() or self._tokenizer.special_tokens(last_piece))
+        end = 0.0
+        if not ends and self.ends_no_turn:
             learned = [*learned[:-1], (start, len(text))]
-        spans = [(*span, weight) for span, weight in zip(learned, weights, strict=True)]
-        spans = self._by_parts(spans, text, messages=messages, tools=tools, turns=turns)
-        return Rendered(
-            text, spans, left_out=missing, end=weights[-1] if unended else 0.0, thoughts=thoughts
-        )
+            end = weights[-1]
+        spans = [
+            (start, stop, weight) for (start, stop), weight in zip(learned, weights, strict=True)
+        ]
+        return _Found(spans, end, empty_thoughts=thoughts)
 
     # --- rendering
 
@@ -553,6 +570,20 @@ def _environment() -> Any:
     if compiled:
         return compiled("").environment
     return jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+
+
+def _of_turns(
+    spans: Spans, turns: Sequence[tuple[int, int]], weights: Sequence[float]
+) -> list[tuple[int, int, float]]:
+    """Returns the spans that overlap a turn, with the weight of the first one; the others are of
+    turns that are not trained on."""
+    kept = []
+    for start, stop, _ in spans:
+        for (turn_start, turn_stop), weight in zip(turns, weights, strict=True):
+            if start < turn_stop and turn_start < stop:
+                kept.append((start, stop, weight))
+                break
+    return kept
 
 
 def _after_thought(text: str, start: int, stop: int, message: Message) -> int:
