@@ -7,7 +7,7 @@ has prepared yet.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longctx.commands.lengths import read_lengths, stands_in
@@ -17,7 +17,7 @@ from longctx.data.sampler import Sampler
 from longctx.data.store.manifest import how_to_prepare
 from longctx.data.store.store import Lengths, Store
 from longctx.errors import UserError, raise_together
-from longctx.hf.source import lines_on
+from longctx.hf.source import ModelSource, lines_on
 from longctx.memory.fitting import RunMemory, changes_between
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
@@ -75,62 +75,24 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
 
     Raises UserError for settings and stores that the run would reject.
     """
-    missing = [path for path in config.data.paths if lengths is None and not path.exists()]
-    if missing:
-        raise UserError(
-            f"there is no store at {missing[0]}: make one with {how_to_prepare(missing[0])}; or "
-            "plan without data, by --mix "
-            "wlb_128k or --lengths FILE, with --model.vocab_size for a new model"
-        )
-    data = RunData.open(config) if lengths is None else RunData(lengths)
+    data = _run_data(config, lengths)
     store = data.store
     source = config.model_source(data.vocab_size)
-    config = with_steps(config, data.store, ranks)
-    spec = source.spec
-    pretrained = config.model.from_pretrained
-    longest = data.longest
-    most = config.max_length(ranks)
-    done = config.data.long_documents or "split"  # with conversations among them, planning refuses
+    config = with_steps(config, store, ranks)
     raise_together(checks_of(config, data, source, ranks))
     given = config
-    of_run = RunMemory(spec, store, ranks, on_gpus(config))
+    of_run = RunMemory(source.spec, store, ranks, on_gpus(config))
     config = of_run.as_fitted(config)
-    print(
-        f"dry run on {ranks} ranks{assumed(config.train.device)}\n"
-        f"model      {format_count(spec.parameters)} parameters, "
-        f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
-        *lines_on(source, pretrained, min(most, longest)),
-        f"documents  at most {most:,} tokens "
-        f"({f'longer ones: {done}' if longest > most else f'the longest has {longest:,}'}), "
-        f"from {store.said}",
-        *mix_lines(config, steps_of_run(config, store, ranks), config.train.steps),
-        *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
-        sep="\n",
-    )
+    print(*_run_summary(config, ranks, source=source, data=data), sep="\n")
     planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
     print(
         "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static    "
         "        degrees × documents"
     )
     for number, step in enumerate(planned, start=1):
-        plan = step.plan
-        static = step.static
-        degrees = " ".join(f"{degree}×{count}" for degree, count in plan.degrees.items())
-        print(
-            f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  "
-            f"{len(plan.micro_batches):13}  "
-            f"{plan.makespan_s:7.3f} s  {plan.gap:4.1%}  {plan.idle_share:4.1%}  "
-            f"{plan.exposed_share:7.1%}  "
-            f"{static.makespan_s:7.3f} s ({static.winner})".ljust(101)
-            + f"  {degrees}"
-        )
-    memory = estimate(
-        spec,
-        config,
-        ranks,
-        list(loads((step.plan for step in planned), config)),
-        fused=of_run.fused,
-    )
+        print(_step_line(number, step))
+    plans = [step.plan for step in planned]
+    memory = estimate(source.spec, config, ranks, list(loads(plans, config)), fused=of_run.fused)
     changed = changes_between(given, config)
     fits, *changes = of_run.verdict(config, changed and f"{changed}, by itself", memory)
     parts = ", ".join(
@@ -140,6 +102,56 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     )
     print(f"memory     {fits}: {parts}", *changes, sep="\n")
     print(*_run_lines(config, store, ranks, planned), sep="\n")
+
+
+def _run_data(config: Config, lengths: Store | None) -> RunData:
+    """Opens the store of the run, or takes `lengths` in its place."""
+    if lengths is not None:
+        return RunData(lengths)
+    missing = [path for path in config.data.paths if not path.exists()]
+    if missing:
+        raise UserError(
+            f"there is no store at {missing[0]}: make one with {how_to_prepare(missing[0])}; or "
+            "plan without data, by --mix wlb_128k or --lengths FILE, with --model.vocab_size for a "
+            "new model"
+        )
+    return RunData.open(config)
+
+
+def _run_summary(
+    config: Config, ranks: int, *, source: ModelSource, data: RunData
+) -> Iterator[str]:
+    """Yields the lines on processes, model, documents, mixture and profile."""
+    store = data.store
+    pretrained = config.model.from_pretrained
+    weights = "new weights" if pretrained is None else f"from checkpoint {pretrained}"
+    most = config.max_length(ranks)
+    longest = data.longest
+    if longest > most:
+        # With conversations among them, planning refuses.
+        fitting = f"longer ones: {config.data.long_documents or 'split'}"
+    else:
+        fitting = f"the longest has {longest:,}"
+    yield f"dry run on {ranks} ranks{assumed(config.train.device)}"
+    yield f"model      {format_count(source.spec.parameters)} parameters, {weights}"
+    yield from lines_on(source, pretrained, min(most, longest))
+    yield f"documents  at most {most:,} tokens ({fitting}), from {store.said}"
+    yield from mix_lines(config, steps_of_run(config, store, ranks), config.train.steps)
+    yield from run_profile(config, ranks, store.tokenizer.vocab_size).lines
+
+
+def _step_line(number: int, step: StepPlans) -> str:
+    """Returns the row of the table on one step."""
+    plan = step.plan
+    static = step.static
+    degrees = " ".join(f"{degree}×{count}" for degree, count in plan.degrees.items())
+    row = (
+        f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  "
+        f"{len(plan.micro_batches):13}  {plan.makespan_s:7.3f} s  {plan.gap:4.1%}  "
+        f"{plan.idle_share:4.1%}  {plan.exposed_share:7.1%}  "
+        f"{static.makespan_s:7.3f} s ({static.winner})"
+    )
+    return f"{row:101}  {degrees}"
 
 
 def _run_lines(config: Config, store: Store, ranks: int, planned: Sequence[StepPlans]) -> list[str]:

@@ -5,7 +5,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,12 @@ ASKED = (
     *("train_on", "max_length", "long_documents", "workers", "overwrite"),
 )
 """Options that `prepare` takes by the same names."""
+TRAINED_ON = {
+    "assistant": "the assistant's turns",
+    "last": "the assistant's last turn",
+    "all": "all tokens",
+}
+"""What the choices of --train-on mean."""
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
 
@@ -277,28 +283,41 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     """Yields lines on formats, templates, weights and left-out documents, where the store has
     them."""
     if set(manifest.formats) - {"text"}:
-        yield "  formats    " + ", ".join(
-            f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items())
-        )
+        formats = (f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items()))
+        yield "  formats    " + ", ".join(formats)
     for what, count in manifest.noted.items():
         yield f"  noted      {count:,} {what}"
     if manifest.spelled_tokens:
-        where = (
-            f"{manifest.spelled_documents:,} documents, read as transformers does; the first "
-            f"is {manifest.spelled_name}"
-        )
         yield (
-            f"  special    {manifest.spelled_tokens:,} special tokens in the texts of {where} "
-            "(--special-tokens-as-text)"
+            f"  special    {manifest.spelled_tokens:,} special tokens in the texts of "
+            f"{manifest.spelled_documents:,} documents, read as transformers does; the first is "
+            f"{manifest.spelled_name} (--special-tokens-as-text)"
         )
+    yield from _about_loss(manifest)
+    yield from _about_left_out_documents(manifest)
+    if manifest.limits:
+        limits = (
+            f"--{name.replace('_', '-')} {value:,}" for name, value in manifest.limits.items()
+        )
+        yield "  stopped    at " + ", ".join(limits)
+    if manifest.not_read:
+        files = (f"{count:,} × {reason}" for reason, count in sorted(manifest.not_read.items()))
+        yield "  not read   " + ", ".join(files)
+    if manifest.skipped_files:
+        names = ", ".join(manifest.skipped_names[:3])
+        more = ", .." if manifest.skipped_files > 3 else ""
+        yield (
+            f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}{more}"
+        )
+    yield from _counted("not used", manifest.unused, "records")
+    yield from _counted("left out", manifest.left_out, "conversations")
+
+
+def _about_loss(manifest: "Manifest") -> Iterator[str]:
+    """Yields lines on what is trained on, and with which weight."""
     if manifest.template:
         yield f"  template   {manifest.template}"
-        trained = {
-            "assistant": "the assistant's turns",
-            "last": "the assistant's last turn",
-            "all": "all tokens",
-        }
-        yield f"  loss on    {trained[manifest.train_on]} of conversations"
+        yield f"  loss on    {TRAINED_ON[manifest.train_on]} of conversations"
     if manifest.empty_thoughts:
         yield (
             "  no loss    on the empty <think> block that the template writes before "
@@ -316,6 +335,10 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
             f"  weights    of single messages or tokens in {manifest.weighted_documents:,} "
             "documents"
         )
+
+
+def _about_left_out_documents(manifest: "Manifest") -> Iterator[str]:
+    """Yields lines on documents that are dropped or cut."""
     if manifest.dropped_documents:
         yield (
             f"  dropped    {manifest.dropped_documents:,} conversations of more than "
@@ -333,23 +356,10 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
         )
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} documents that are empty or null"
-    if manifest.limits:
-        yield "  stopped    at " + ", ".join(
-            f"--{name.replace('_', '-')} {value:,}" for name, value in manifest.limits.items()
-        )
-    if manifest.not_read:
-        yield "  not read   " + ", ".join(
-            f"{count:,} × {reason}" for reason, count in sorted(manifest.not_read.items())
-        )
-    if manifest.skipped_files:
-        names = ", ".join(manifest.skipped_names[:3]) + (
-            ", .." if manifest.skipped_files > 3 else ""
-        )
-        yield f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
-    for title, counts, what in (
-        ("not used", manifest.unused, "records"),
-        ("left out", manifest.left_out, "conversations"),
-    ):
-        if counts:
-            counted = ", ".join(f"{name} in {count:,}" for name, count in sorted(counts.items()))
-            yield f"  {title}   {counted} {what}"
+
+
+def _counted(title: str, counts: Mapping[str, int], what: str) -> Iterator[str]:
+    """Yields a line with the number of records or conversations of each name, if there are any."""
+    if counts:
+        names = ", ".join(f"{name} in {count:,}" for name, count in sorted(counts.items()))
+        yield f"  {title}   {names} {what}"

@@ -207,34 +207,20 @@ class RankMemory:
         self.first = pipeline_rank == 0
         self.last = pipeline_rank == config.pipeline.ranks - 1
         self.heads = self.last and not in_encoder
-        numbers = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[
-            pipeline_rank
-        ]
-        held = [spec.layers[number] for number in numbers]
+        stages = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)
+        held = [spec.layers[number] for number in stages[pipeline_rank]]
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
         parts = [(held, load.tokens)]
         if spec.encoder_layers:  # tokens of a part run through its own blocks
-            cut = spec.encoder_layers
-            parts = [(held[:cut], load.source), (held[cut:], load.tokens - load.source)][
-                : 1 if in_encoder else 2
-            ]
+            encoder = held[: spec.encoder_layers]
+            decoder = held[spec.encoder_layers :]
+            parts = [(encoder, load.source)]
+            if not in_encoder:
+                parts.append((decoder, load.tokens - load.source))
         self.kept = 0
         for layers, tokens in parts:
-            self.layer = max(layers, key=lambda layer: layer.parameters)
-            sized = replace(spec, hidden_size=self.layer.hidden_size)
-            its_load = replace(load, tokens=tokens)
-            kinds = [(layer.attends, layer.scan) for layer in layers]
-            alike = {
-                (attends, scan): replace(self.layer, attends=attends, scan=scan)
-                for attends, scan in kinds
-            }
-            self.blocks = {
-                kind: BlockMemory(sized, config, layer=layer, load=its_load, fused=fused)
-                for kind, layer in alike.items()
-            }
-            self.block = self.blocks[kinds[0]]
-            self.kept += sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
+            self.kept += self._count_blocks(layers, tokens)
         self.weights = Weights(
             spec,
             config,
@@ -243,27 +229,51 @@ class RankMemory:
             first=self.first,
             last=self.last,
         )
+        self._keep_activations(held)
+        self._keep_gradients(ranks)
+
+    def _count_blocks(self, layers: Sequence[LayerSpec], tokens: int) -> int:
+        """Sets the block of each kind among `layers`, and returns the bytes that all of them keep
+        for backward of `tokens` tokens."""
+        largest = max(layers, key=lambda layer: layer.parameters)
+        spec = replace(self.spec, hidden_size=largest.hidden_size)
+        load = replace(self.load, tokens=tokens)
+        kinds = [(layer.attends, layer.scan) for layer in layers]
+        self.layer = largest
+        self.blocks = {}
+        for attends, scan in dict.fromkeys(kinds):
+            layer = replace(largest, attends=attends, scan=scan)
+            self.blocks[attends, scan] = BlockMemory(
+                spec, self.config, layer=layer, load=load, fused=self.fused
+            )
+        self.block = self.blocks[kinds[0]]
+        return sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
+
+    def _keep_activations(self, held: Sequence[LayerSpec]) -> None:
+        """Computes what a micro-batch keeps for backward: activations, received K and V, and the
+        values of quantized weights."""
+        load = self.load
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
         # An encoder of images keeps its tensors until all blocks are done.
         if self.weights.trained_tower:
-            self.tower = round(self.block.element_bytes * spec.tower_values * load.tokens)
+            self.tower = round(self.block.element_bytes * self.spec.tower_values * load.tokens)
         else:
             self.tower = 0
         self.activations = self.kept + self.tables + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is
         # recomputed.
-        kept_kv = self.block.sent_row * load.remote if config.context.keep_kv else 0
+        kept_kv = self.block.sent_row * load.remote if self.config.context.keep_kv else 0
         if self.recompute == "full":
             self.kept_kv = 0
         else:
             self.kept_kv = sum(layer.attends for layer in held) * kept_kv
+        # While one block is recomputed.
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
         # The largest quantized matrix: float32 values with indices or with the rounded matrix.
         self.expanded = (FLOAT32 + 2) * max(
             (matrix.size for matrix in self.layer.quantized), default=0
         )
-        self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:
         """Computes what outlives a micro-batch: shards of weights and optimizer state, and

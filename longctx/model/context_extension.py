@@ -75,44 +75,59 @@ def with_rope(config: Any, settings: Mapping[str, Any]) -> None:
             f"{', '.join(settings)}"
         )
     before = str(old.get("rope_type") or old.get("type") or "default")
-    kind = settings.get("rope_scaling", before)
-    kind = "default" if kind == "none" else str(kind)
-    factor = float(
-        settings.get("rope_factor") or (old.get("factor") if kind == before else None) or 1.0
-    )
-    fields = ROPE_FIELDS.get(kind, {})
-    _check(settings, before, kind, factor)
-    if kind == before:
-        new = dict(old)
-    else:
-        new = {key: value for key, value in old.items() if key not in OF_SCALING}
-    new |= {"rope_theta": float(settings.get("rope_theta", old["rope_theta"]))}
+    kind = str(settings.get("rope_scaling", before))
+    if kind == "none":
+        kind = "default"
+    factor = settings.get("rope_factor")
+    if not factor and kind == before:
+        factor = old.get("factor")
+    factor = float(factor or 1.0)
+    _check(settings, before, kind=kind, factor=factor)
     original = settings.get("rope_original_length") or old.get("original_max_position_embeddings")
-    if original is None and kind != before == "linear" and fields:
+    if original is None and kind != before == "linear" and kind in ROPE_FIELDS:
         raise RopeError(
             f"rope_scaling is {kind}, but the config lacks the length before scaling by {before}: "
             "set rope_original_length"
         )
-    unscaled = original or text.max_position_embeddings / (
-        old.get("factor") or 1.0 if before == "linear" else 1.0
-    )
+    scaled_before = float(old.get("factor") or 1.0) if before == "linear" else 1.0
+    unscaled = original or text.max_position_embeddings / scaled_before
+    new = {**old, "rope_theta": float(settings.get("rope_theta", old["rope_theta"]))}
+    if kind != before:
+        new = {key: value for key, value in new.items() if key not in OF_SCALING}
     if kind == "ntk":  # changes only the base
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        turned = int(head_dim * old.get("partial_rotary_factor", 1.0))
-        new |= {"rope_type": "default", "rope_theta": ntk_theta(new["rope_theta"], factor, turned)}
+        theta = ntk_theta(new["rope_theta"], factor, dim=_rotated_dim(text, old))
+        new |= {"rope_type": "default", "rope_theta": theta}
     elif kind != before:
-        new |= {
-            "rope_type": kind,
-            **{theirs: ModelShape.model_fields[ours].default for theirs, ours in fields.items()},
-        }
-        new |= {"original_max_position_embeddings": int(unscaled)} if fields else {}
-    new |= {theirs: settings[ours] for theirs, ours in fields.items() if ours in settings}
+        new |= _fields_of_type(kind, original_length=int(unscaled))
+    for theirs, ours in ROPE_FIELDS.get(kind, {}).items():
+        if ours in settings:
+            new[theirs] = settings[ours]
     if kind in WITH_FACTOR and ("rope_factor" in settings or kind != before):
         new["factor"] = factor
-    text.rope_parameters = new if old is ropes else {**ropes, "full_attention": new}
-    # Whose frequencies depend on the maximum length.
+    if old is ropes:
+        text.rope_parameters = new
+    else:
+        text.rope_parameters = {**ropes, "full_attention": new}
+    # Frequencies of type dynamic depend on the maximum length.
     if "rope_factor" in settings and kind != "dynamic":
         text.max_position_embeddings = max(text.max_position_embeddings, int(unscaled * factor))
+
+
+def _rotated_dim(text: Any, rope: Mapping[str, Any]) -> int:
+    """Returns the number of dimensions of a head that RoPE rotates."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(head_dim * rope.get("partial_rotary_factor", 1.0))
+
+
+def _fields_of_type(kind: str, *, original_length: int) -> dict[str, Any]:
+    """Returns the fields of a new type of RoPE, with our defaults."""
+    fields = ROPE_FIELDS.get(kind, {})
+    new: dict[str, Any] = {"rope_type": kind}
+    for theirs, ours in fields.items():
+        new[theirs] = ModelShape.model_fields[ours].default
+    if fields:
+        new["original_max_position_embeddings"] = original_length
+    return new
 
 
 def _check(settings: Mapping[str, Any], before: str, kind: str, factor: float) -> None:
