@@ -6,7 +6,7 @@ independent of the number of ranks.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -17,25 +17,11 @@ import numpy as np
 from longctx.data import IGNORED_LABEL
 from longctx.data.mixture import Order, make_steps
 from longctx.data.packing import StepBatch, pack, pack_documents
+from longctx.data.position import DataIdentity, positions
 from longctx.data.sampler import Piece
 from longctx.data.store.store import Store
 from longctx.data.trees import Merged, merge_prefixes
-from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
-
-_WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or all of data.stores in the same "
-    "order, or start a new run",
-    "mix": "give the weights or epochs of data.stores that the run began with",
-    "seed": "set data.seed to the run's value (by default it is train.seed)",
-    "max_length": "set data.max_length to the run's value (by default it depends on ranks and "
-    "batch.tokens_per_rank)",
-    "long_documents": "set data.long_documents to the run's value",
-    "held_out": "set data.held_out to the run's value",
-}
-"""Values that must be unchanged for the cursor to mean the same documents, and the way out if they
-differ."""
-
 
 Planner = Callable[..., Plan]
 """Makes the plan of a step from the lengths of its documents, and from `trees` if there are any."""
@@ -45,10 +31,6 @@ LEAST_SHARE = 8
 """Documents are merged if they share at least one part in so many of their mean length: trees have
 a price, as all of one must be in the same micro-batch, and a chat template or a system prompt is
 common to all documents of a store."""
-
-
-class LoaderError(UserError):
-    """A saved state that does not match this loader."""
 
 
 class Loader(Iterator[StepBatch]):
@@ -79,14 +61,7 @@ class Loader(Iterator[StepBatch]):
         **order: Unpack[Order],
     ) -> None:
         self.sampler = make_steps(store, **order)
-        self._identity = {
-            **_identity_of(store),
-            "seed": order["seed"],
-            "max_length": order["max_length"],
-            # Of documents that may be: all others fit.
-            "long_documents": order.get("long_documents") or "split",
-            "held_out": order.get("held_out_share", 0.0),
-        }
+        self._identity = DataIdentity.of(store, order)
         # Positions in stores of earlier runs that this one lacks.
         self._earlier: dict[str, dict[str, Any]] = {}
         self._store = store
@@ -121,8 +96,14 @@ class Loader(Iterator[StepBatch]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last returned step, as plain JSON data; the same on every
         rank."""
-        earlier = {"earlier": self._earlier} if self._earlier else {}
-        return {**self._identity, "step": self._step, **self.sampler.state(self._cursor), **earlier}
+        state = {
+            **self._identity.values,
+            "step": self._step,
+            **self.sampler.state(self._cursor),
+        }
+        if self._earlier:
+            state["earlier"] = self._earlier
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a saved position, which may come from another number of ranks or another
@@ -130,9 +111,10 @@ class Loader(Iterator[StepBatch]):
 
         Raises LoaderError naming all differences if the cursor would mean other documents here.
         """
-        state = self._checked(state, self._identity)
+        state = self._identity.checked(state, self._identity.values)
         self._discard()
-        self._step, self._cursor = int(state["step"]), self.sampler.cursor(state)
+        self._step = int(state["step"])
+        self._cursor = self.sampler.cursor(state)
         self._earlier = state.get("earlier", {})
 
     def continue_from(self, state: dict[str, Any]) -> None:
@@ -143,43 +125,22 @@ class Loader(Iterator[StepBatch]):
         begin with the same documents again. Raises LoaderError if the seed or the share of held-out
         documents differs.
         """
-        state = self._checked(state, ("seed", "held_out"))
-        seen = {**state.get("earlier", {}), **_positions(state)}
-        positions = _positions(self.state_dict())
-        places = [(seen.get(fingerprint), new) for fingerprint, new in positions.items()]
-        cursors = [
-            earlier["cursor"] if earlier and earlier["cut"] == new["cut"] else None
-            for earlier, new in places
-        ]
-        epochs = [earlier["epoch"] + 1 if earlier else 0 for earlier, _ in places]
+        state = self._identity.checked(state, ("seed", "held_out"))
+        seen = {**state.get("earlier", {}), **positions(state)}
+        here = positions(self.state_dict())
+        cursors: list[int | None] = []
+        epochs: list[int] = []
+        for fingerprint, new in here.items():
+            earlier = seen.get(fingerprint)
+            continues = earlier is not None and earlier["cut"] == new["cut"]
+            cursors.append(earlier["cursor"] if earlier and continues else None)
+            epochs.append(earlier["epoch"] + 1 if earlier else 0)
         self._discard()
-        self._step, self._cursor = int(state["step"]), self.sampler.resume_cursor(cursors, epochs)
+        self._step = int(state["step"])
+        self._cursor = self.sampler.resume_cursor(cursors, epochs)
         self._earlier = {
-            fingerprint: earlier
-            for fingerprint, earlier in seen.items()
-            if fingerprint not in positions
+            fingerprint: earlier for fingerprint, earlier in seen.items() if fingerprint not in here
         }
-
-    def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-        """Returns a saved state. Raises LoaderError if one of `keys` has another value here."""
-        state = {"mix": None, **state}  # absent of single stores
-        missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
-        if missing:
-            raise LoaderError(
-                f"the saved state of the data lacks {', '.join(missing)}: it was saved by another "
-                "version of longctx; "
-                "resume with that version, or start a new run"
-            )
-        problems = [
-            f"{key} is {self._identity[key]!r}, and was {state[key]!r}: {_WAYS_OUT[key]}"
-            for key in keys
-            if state[key] != self._identity[key]
-        ]
-        if problems:
-            raise LoaderError(
-                "the run cannot continue at its position in the data: " + "; ".join(problems)
-            )
-        return state
 
     def close(self) -> None:
         """Ends the background thread after the step that it is preparing."""
@@ -223,32 +184,6 @@ class Loader(Iterator[StepBatch]):
             pad_to_multiple_of=self._pad_to_multiple_of,
             merged=merged,
         ), next_cursor
-
-
-def _identity_of(store: Store) -> dict[str, Any]:
-    """Returns the values that identify the documents and their mix."""
-    if len(store.sources) == 1:
-        return {"fingerprint": store.fingerprint}
-    return {
-        "fingerprint": [source.fingerprint for source in store.sources],
-        "mix": [{source.unit: source.amount} for source in store.sources],
-    }
-
-
-def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the position in each store, and how its documents are cut, by the fingerprint of the
-    store."""
-    several = isinstance(state["fingerprint"], list)
-    keys = ("fingerprint", "cursor", "epoch", "longest")
-    columns = [state[key] if several else [state[key]] for key in keys]
-    return {
-        fingerprint: {
-            "cut": [longest, state["long_documents"], several],
-            "cursor": cursor,
-            "epoch": epoch,
-        }
-        for fingerprint, cursor, epoch, longest in zip(*columns, strict=True)
-    }
 
 
 def merge_pieces(

@@ -236,7 +236,7 @@ class TimedRun:
         self.config = config
         self.mesh = mesh
         self.spec = shape.spec
-        self.trainer = Trainer(config, mesh, NewDecoder(shape))
+        self.trainer = Trainer.of(config, mesh, NewDecoder(shape))
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.layer = shape.spec.largest_layer
         tensor = mesh.tensor.size()
@@ -327,7 +327,7 @@ class TimedRun:
         it.
         """
         batch = self.batch([self.empty] * 2, [tokens, 0])
-        return lambda: self.trainer.passes.micro_batch(
+        return lambda: self.trainer.runner.micro_batch(
             batch, 0, StepWeights(batch.target_tokens), attention
         )
 

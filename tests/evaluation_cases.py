@@ -19,8 +19,8 @@ from longctx.evaluation.loss import evaluate
 from longctx.evaluation.target import Target
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble
-from longctx.training.passes import Passes
 from longctx.training.run import Run
+from longctx.training.runner import ModelRunner
 from longctx.training.validation import Documents
 from tests.huggingface_cases import build_model
 from tests.training_cases import SMALL
@@ -70,7 +70,7 @@ def train_checkpoint(folder: Path, store: Path, run: Path) -> None:
         trainer.save()
 
 
-def opened(name: str, settings: Sequence[str]) -> tuple[Target, Passes]:
+def opened(name: str, settings: Sequence[str]) -> tuple[Target, ModelRunner]:
     """Opens a run or a checkpoint on this rank of the test's group."""
     target = Target.open(name, settings, dist.get_world_size())
     parallel = target.config.parallel
@@ -80,23 +80,23 @@ def opened(name: str, settings: Sequence[str]) -> tuple[Target, Passes]:
         pipeline=parallel.pipeline_parallel_size,
         timeout_s=30,
     )
-    passes, target = target.build(mesh)
-    return target, passes
+    runner, target = target.build(mesh)
+    return target, runner
 
 
 def losses(
     name: str, store: Path, settings: Sequence[str], first: int | None = None
 ) -> dict[str, Any]:
-    target, passes = opened(name, settings)
+    target, runner = opened(name, settings)
     given = Store.open(store)
     documents = Documents.choose(
         target.config, given, target.max_length(dist.get_world_size()), first
     )
-    planner = make_evaluation_planner(passes)
+    planner = make_evaluation_planner(runner)
     degrees = [
-        degree for step in documents.steps(planner, passes.mesh) for degree in step.plan.degrees
+        degree for step in documents.steps(planner, runner.mesh) for degree in step.plan.degrees
     ]
-    report = evaluate(documents, passes.look, planner, passes.mesh).as_json()
+    report = evaluate(documents, runner.log_probabilities, planner, runner.mesh).as_json()
     return {**report, "degrees": degrees, "notes": target.notes}
 
 

@@ -61,7 +61,7 @@ def step(folder: Path, settings: list[str]) -> Step:
     ]
     config = load(None, given, world_size=dist.get_world_size())
     mesh = make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config))
-    trainer = Trainer(config, mesh, config.model_source(ENTRIES))
+    trainer = Trainer.of(config, mesh, config.model_source(ENTRIES))
     weights = _everyones(
         trainer, {name: whole(weight).clone() for name, weight in trainer.model.named_parameters()}
     )
@@ -72,7 +72,7 @@ def step(folder: Path, settings: list[str]) -> Step:
     batch = StepBatch(
         1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches)
     )
-    losses = trainer.passes.forward_backward(batch)
+    losses = trainer.runner.forward_backward(batch)
     loss = float(mesh.gather([float(losses.double().sum()) if mesh.counts else 0.0]).sum())
     return (
         loss,

@@ -60,7 +60,7 @@ def step(
         name.removeprefix(OURS): whole(value) for name, value in trainer.model.state_dict().items()
     }
     batch = (batch_of or make_batch)(dist.get_world_size(), dist.get_rank())
-    losses = trainer.passes.forward_backward(batch)
+    losses = trainer.runner.forward_backward(batch)
     total = losses.sum().double()
     dist.all_reduce(total)
     gradients = {
@@ -91,7 +91,7 @@ def make_trainer(folder: Path, settings: list[str]) -> Trainer:
         [*SETTINGS, f"model.from_pretrained={folder}", *settings],
         world_size=dist.get_world_size(),
     )
-    return Trainer(
+    return Trainer.of(
         config,
         make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config)),
         config.model_source(),

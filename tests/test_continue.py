@@ -143,7 +143,7 @@ def by_hand(files: Path, runs: Path) -> Rows:
         config = settings_of(files, name, runs)
         data = RunData.open(config)
         loader = build_loader(data.store, config, mesh, config.max_length(mesh.world_size))
-        trainer = Trainer(config, mesh, config.model_source(data.vocab_size), loader)
+        trainer = Trainer.of(config, mesh, config.model_source(data.vocab_size), loader)
         if before is not None:
             found = checkpoint.newest(before)[0]
             loader.continue_from(found.state["data"])

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.data.loader import Loader, LoaderError
+from longctx.data.loader import Loader
 from longctx.data.packing import MicroBatch, PackingError, StepBatch, pack, pack_documents
+from longctx.data.position import LoaderError
 from longctx.data.records.sources import open_corpus
 from longctx.data.sampler import Piece, SamplerError
 from longctx.data.store.prepare import prepare

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.config import load
-from longctx.data.loader import Loader, LoaderError
+from longctx.data.loader import Loader
 from longctx.data.mixture import Mixture, make_steps
+from longctx.data.position import LoaderError
 from longctx.data.records.sources import open_corpus
 from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store.manifest import StoreError

@@ -197,13 +197,13 @@ def skipped_step(store: Path, run: Path) -> list[bool]:
     """Trains with an infinite loss, but a finite gradient, in the first of two steps. Returns in
     which the biases moved."""
     trainer = start(store, run, [*TINY_MOE, "train.on_nonfinite=skip"])
-    original, moved = trainer.passes.forward_backward, []
+    original, moved = trainer.runner.forward_backward, []
     infinite = mock.patch.object(
-        trainer.passes, "forward_backward", lambda *arguments: original(*arguments) * math.inf
+        trainer.runner, "forward_backward", lambda *arguments: original(*arguments) * math.inf
     )
     biases = [
         getattr(*router.bias)
-        for router in trainer.passes.balance.routers
+        for router in trainer.runner.balance.routers
         if router.bias is not None
     ]
     with trainer.loader:

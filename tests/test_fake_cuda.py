@@ -54,14 +54,14 @@ OFFLOADED = {"activations offloaded": {torch.bfloat16}, "optimizer offloaded": {
 def forward(this: Traced) -> Iterator[torch.Tensor]:
     """Yields the outputs of the model, or of each of its stages, for the first micro-batch."""
     trainer = this.trainer
-    given = trainer.passes.inputs(this.batch, StepWeights(1.0), 0)
-    if trainer.passes.pipeline is None:
+    given = trainer.runner.inputs(this.batch, StepWeights(1.0), 0)
+    if trainer.runner.pipeline is None:
         yield trainer.model(given.tokens, given.positions, given.attention, given.head)
         return
-    for stage in trainer.passes.pipeline.stages:
+    for stage in trainer.runner.pipeline.stages:
         stage.inputs = lambda number: given
         stage.micro_batch = 0
-        yield stage(trainer.passes.pipeline.hidden(trainer.mesh.device).requires_grad_())
+        yield stage(trainer.runner.pipeline.hidden(trainer.mesh.device).requires_grad_())
 
 
 def loss_moment(config: Config, plan: Plan, rank: int) -> int:

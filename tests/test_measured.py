@@ -22,7 +22,7 @@ from longctx.config import ConfigError, load
 from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
-from longctx.training import passes as module
+from longctx.training import runner as module
 from longctx.training.build import build_model
 from tests.training_cases import SMALL
 from tests.workers import Workers

@@ -12,7 +12,7 @@ from longctx.model.presets import PRESETS
 from longctx.planning.cost.work import split_layers
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.objective import StepWeights
-from longctx.training.passes import Passes
+from longctx.training.runner import ModelRunner
 from tests import training_cases
 from tests.training_cases import train
 from tests.workers import Workers
@@ -114,7 +114,7 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
     balance = SimpleNamespace(documents=lambda *_: None)
     passes = SimpleNamespace(config=config, mesh=mesh, model=model, balance=balance)
     batch = SimpleNamespace(micro_batches=(), plan=SimpleNamespace(micro_batches=()))
-    given = Passes.inputs(passes, batch, StepWeights(1.0), 0)
+    given = ModelRunner.inputs(passes, batch, StepWeights(1.0), 0)
     assert len(given.tokens) == len(given.positions) == 0
     assert given.attention.device == given.tokens.device == torch.device("meta")
     assert given.attention.kernel == "reference"

@@ -198,7 +198,7 @@ def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
         patch.setattr(HeadSwap, "run", swapped)
         patch.setattr(ring_pass.RingPass, "__init__", attended)
         batch = make_batch(dist.get_world_size(), dist.get_rank())
-        trainer.passes.forward_backward(batch)
+        trainer.runner.forward_backward(batch)
     return done
 
 

@@ -198,10 +198,10 @@ def spans_left(store: Path, run: Path) -> list[list[str]]:
     names = []
     with trainer.loader:
         trainer.step()
-        names.append([span[0] for span in trainer.passes.clock.spans])
-        trainer.passes.look(next(trainer.loader))
-    trainer.passes.end_looking()
-    return [*names, [span[0] for span in trainer.passes.clock.spans]]
+        names.append([span[0] for span in trainer.runner.clock.spans])
+        trainer.runner.log_probabilities(next(trainer.loader))
+    trainer.runner.after_scoring()
+    return [*names, [span[0] for span in trainer.runner.clock.spans]]
 
 
 def test_the_time_of_the_optimizer_is_that_of_the_step_before(

@@ -31,8 +31,8 @@ from longctx.training.assembly import assemble
 from longctx.training.build import sizes_of_groups
 from longctx.training.metrics import StepMetrics
 from longctx.training.optimizer import learning_rate
-from longctx.training.passes import Passes
 from longctx.training.run import Run
+from longctx.training.runner import ModelRunner
 from longctx.training.saved import checkpoint
 from longctx.training.trainer import Trainer
 
@@ -183,9 +183,9 @@ def steps_not_finite(
     """Trains with a loss or a gradient of rank 1 that is NaN in some steps. Returns which were
     skipped, and the error."""
     trainer, skipped, error = start(store, run, settings), list[bool](), ""
-    original = Passes.forward_backward
+    original = ModelRunner.forward_backward
 
-    def spoil(self: Passes, *arguments: Any) -> torch.Tensor:
+    def spoil(self: ModelRunner, *arguments: Any) -> torch.Tensor:
         loss = original(self, *arguments)
         if trainer.steps_done + 1 not in spoiled or dist.get_rank() != 1:
             return loss
@@ -196,7 +196,7 @@ def steps_not_finite(
         return loss
 
     with pytest.MonkeyPatch.context() as patch, trainer.loader:
-        patch.setattr(Passes, "forward_backward", spoil)
+        patch.setattr(ModelRunner, "forward_backward", spoil)
         while len(skipped) < 7 and not error:
             before = [
                 parameter.detach().to_local().clone() for parameter in trainer.model.parameters()
@@ -404,16 +404,16 @@ def gathered(blocks: Iterable[torch.nn.Module]) -> int:
 def gathered_blocks_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many blocks of this rank are gathered after each backward pass of a step."""
     trainer = start(store, run, settings)
-    assert trainer.passes.pipeline is not None
-    blocks = [block for stage in trainer.passes.pipeline.stages for block in stage.layers]
+    assert trainer.runner.pipeline is not None
+    blocks = [block for stage in trainer.runner.pipeline.stages for block in stage.layers]
     return counted_after(trainer, ["backward_one_chunk"], lambda _: gathered(blocks))
 
 
 def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many blocks are gathered when each micro-batch of a step begins."""
     trainer, counts = start(store, run, settings), list[int]()
-    original = trainer.passes.inputs
-    trainer.passes.inputs = lambda *given: (
+    original = trainer.runner.inputs
+    trainer.runner.inputs = lambda *given: (
         counts.append(gathered(trainer.model.layers)),
         original(*given),
     )[1]
@@ -441,8 +441,8 @@ def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[
     """How many micro-batches a step has, and for how many this rank has buffers at a time, at
     most."""
     trainer = start(store, run, settings)
-    assert trainer.passes.pipeline is not None
-    original, most = trainer.passes.pipeline.hidden, 0
+    assert trainer.runner.pipeline is not None
+    original, most = trainer.runner.pipeline.hidden, 0
     alive: list[weakref.ref[torch.Tensor]] = []
 
     def count(device: torch.device) -> torch.Tensor:
@@ -450,7 +450,7 @@ def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[
         made = original(device)
         if device.type != "meta":
             alive.append(weakref.ref(made))
-            stage = trainer.passes.pipeline._schedule[1]._stage
+            stage = trainer.runner.pipeline._schedule[1]._stage
             infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
             buffers = [getattr(info, "buffer", None) for info in infos] + [
                 buffer() for buffer in alive
@@ -461,6 +461,6 @@ def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[
             )
         return made
 
-    trainer.passes.pipeline.hidden = count
+    trainer.runner.pipeline.hidden = count
     with trainer.loader:
         return trainer.step().micro_batches, most

@@ -289,7 +289,7 @@ def traced(
             shard_ranks=parallel.shard_ranks,
         )
         with fake, MadeOnHost():
-            trainer = Trainer(config, mesh, config.model_source(vocabulary))
+            trainer = Trainer.of(config, mesh, config.model_source(vocabulary))
         documents = [np.zeros(length, np.int64) for length in plan.lengths]
         packed, targets = pack_documents(
             plan, mesh.rank, documents, pad_to_multiple_of=padding(config)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from longctx.evaluation.loss import LossReport
     from longctx.evaluation.target import Target
     from longctx.parallel.environment import Launch
-    from longctx.training.passes import Passes
+    from longctx.training.runner import ModelRunner
     from longctx.training.validation import Documents
 
 SUMMARY = "Evaluate a run or a checkpoint: loss by length and position"
@@ -103,24 +103,24 @@ def _evaluate(
 
     prepare_run_kernels(target.config, target.source.spec, launch, device)
     with join_run(target.config, launch, device) as mesh:
-        passes, target = target.build(mesh)
+        runner, target = target.build(mesh)
         longest = max(piece.length for piece in work.pieces)
         target.config.model_source(work.store.tokenizer.vocab_size).check_length(longest)
-        report = evaluate(work, passes.look, make_evaluation_planner(passes), mesh)
+        report = evaluate(work, runner.log_probabilities, make_evaluation_planner(runner), mesh)
         if launch.rank == 0:
             _report(arguments, target, documents=work, report=report, ranks=mesh.world_size)
 
 
-def make_evaluation_planner(passes: "Passes") -> "Planner":
+def make_evaluation_planner(runner: "ModelRunner") -> "Planner":
     """Makes the planner for evaluation, for the model as built. Collective: all ranks must call
     it."""
     from longctx.training.data import make_planner
     from longctx.training.run_profile import run_profile
 
     profile = run_profile(
-        passes.config, passes.mesh.world_size, passes.model.spec.vocab_size
-    ).agreed(passes.mesh.control)
-    return make_planner(passes.config, passes.mesh.ranks, profile)
+        runner.config, runner.mesh.world_size, runner.model.spec.vocab_size
+    ).agreed(runner.mesh.control)
+    return make_planner(runner.config, runner.mesh.ranks, profile)
 
 
 def _report(

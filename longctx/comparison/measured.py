@@ -167,7 +167,7 @@ def train_in_turn(
                 build_loader(store, each, mesh, each.max_length(mesh.world_size))
             )
             source = each.model_source(store.tokenizer.vocab_size)
-            trainers.append(Trainer(each, mesh, source, loader, stop=stop))
+            trainers.append(Trainer.of(each, mesh, source, loader, stop=stop))
         rounds: list[list[MeasuredStep]] = []
         while len(rounds) < warmup + steps and not any(trainer.stopping for trainer in trainers):
             rounds.append([_step(trainer) for trainer in trainers])

@@ -17,7 +17,7 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.loader import Planner
 from longctx.parallel.mesh import Mesh
 from longctx.training.objectives.objective import documents_of
-from longctx.training.passes import Look
+from longctx.training.runner import Scorer
 from longctx.training.validation import Documents
 
 SMALLEST = 64
@@ -80,7 +80,7 @@ def bucket(numbers: torch.Tensor) -> torch.Tensor:
     return (exponent.long() - SMALLEST.bit_length() + 1).clamp(min=0)
 
 
-def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> LossReport:
+def evaluate(documents: Documents, scorer: Scorer, planner: Planner, mesh: Mesh) -> LossReport:
     """Computes the loss over all tokens of `documents`. All ranks must call it and get the same
     result."""
     lengths = torch.tensor([piece.length for piece in documents.pieces])
@@ -94,7 +94,7 @@ def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> 
     seen = torch.zeros(BUCKETS, dtype=torch.float64)
     for batch in documents.steps(planner, mesh):
         of_documents = bucket(torch.tensor(batch.plan.lengths))
-        for micro_batch, values in zip(batch.micro_batches, look(batch), strict=True):
+        for micro_batch, values in zip(batch.micro_batches, scorer(batch), strict=True):
             losses = -values.cpu().double()
             positions = bucket(micro_batch.positions + 1)
             sums[0].index_add_(0, of_documents[documents_of(micro_batch)], losses)

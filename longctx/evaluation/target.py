@@ -15,7 +15,7 @@ from longctx.model.checkpoint_files import check_name
 from longctx.model.protocol import differences_but_rope
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import choose_max_length
-from longctx.training.passes import Passes
+from longctx.training.runner import ModelRunner
 from longctx.training.saved.checkpoint import Checkpoint, because, load_weights, newest
 
 
@@ -139,19 +139,19 @@ class Target:
         longest document, if known."""
         return choose_max_length(self.config, world_size, self.checkpoint, longest)
 
-    def build(self, mesh: Mesh) -> "tuple[Passes, Target]":
+    def build(self, mesh: Mesh) -> "tuple[ModelRunner, Target]":
         """Builds the model with its weights on this rank; returns it, and this target with more
         notes. All ranks call it."""
         # Compiling takes longer than a short evaluation: only if the settings demand it.
-        passes = Passes(
+        runner = ModelRunner(
             self.config.changed({"train.compile": bool(self.config.train.compile)}),
             mesh,
             self.source,
         )
         saved = self.checkpoint
         if saved is None:
-            return passes, self
-        different = passes.model.differences(saved.state["model"])
+            return runner, self
+        different = runner.model.differences(saved.state["model"])
         if others := differences_but_rope(different):
             raise UserError(
                 f"{saved.folder} contains another model: {'; '.join(others)}; override only rope_*"
@@ -161,8 +161,8 @@ class Target:
                 f"{saved.folder} is damaged ({problem}): move it away to evaluate an earlier "
                 "checkpoint"
             )
-        load_weights(saved, passes.model, mesh.control)
-        return passes, replace(
+        load_weights(saved, runner.model, mesh.control)
+        return runner, replace(
             self,
             notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in different)),
         )

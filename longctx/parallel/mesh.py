@@ -23,6 +23,8 @@ from longctx.parallel.peers import Peers
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 """Public from torch 2.15 on."""
 AXES = ("pp", "tp", "dp_cp")
+NO_DIGEST = -1
+"""Number of a digest that a rank does not have yet."""
 COPIES = ("dp_replicate", "dp_shard")
 """Axes that `dp_cp` consists of if several parts of it each hold a copy of the weights."""
 EXPERT_COPIES = ("ep_replicate", "ep_shard")
@@ -119,6 +121,22 @@ class Mesh:
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.control)
         return torch.stack(rows)
 
+    def gather_with_digest(
+        self, values: list[float], digest: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the `values` of all ranks of the run, float64 [world size, values], and the
+        numbers of their hexadecimal digests, int64 [world size], on the CPU of every rank.
+
+        The number of a digest is its first 60 bits; of None it is `NO_DIGEST`. One collective.
+        """
+        number = NO_DIGEST if digest is None else number_of(digest)
+        bits = torch.tensor(values, dtype=torch.float64).view(torch.int64)
+        row = torch.cat([bits, torch.tensor([number])])
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        dist.all_gather(rows, row, group=self.control)
+        gathered = torch.stack(rows)
+        return gathered[:, :-1].contiguous().view(torch.float64), gathered[:, -1]
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns the `value` (picklable) of every rank, on every rank."""
         return gather_objects(value, self.control)
@@ -126,9 +144,10 @@ class Mesh:
     def agree(self, digest: str, what: str) -> None:
         """Raises RuntimeError on every rank unless all ranks have the same hexadecimal `digest` of
         `what`."""
-        numbers = self.gather([number_of(digest)])
-        if (numbers != numbers[0]).any():
-            others = (numbers[:, 0] != numbers[0, 0]).nonzero().flatten().tolist()
+        _, numbers = self.gather_with_digest([], digest)
+        differ = numbers != numbers[0]
+        if differ.any():
+            others = differ.nonzero().flatten().tolist()
             raise RuntimeError(
                 f"ranks disagree on {what}: ranks {others} differ from rank 0. "
                 "Do all nodes run the same versions of longctx and numpy, on the same store and "
@@ -178,9 +197,9 @@ def require_no_group() -> None:
         )
 
 
-def number_of(digest: str) -> float:
-    """Returns the first 52 bits of a hexadecimal digest, which are exact in float64."""
-    return float(int(digest[:13], 16))
+def number_of(digest: str) -> int:
+    """Returns the first 60 bits of a hexadecimal digest."""
+    return int(digest[:15], 16)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

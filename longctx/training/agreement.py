@@ -18,7 +18,7 @@ from longctx.config import Config
 from longctx.config.problems import yaml_text
 from longctx.errors import UserError
 from longctx.model.protocol import Model
-from longctx.parallel.mesh import gather_objects
+from longctx.parallel.mesh import NO_DIGEST, Mesh, gather_objects, number_of
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.units import format_ranks
 
@@ -26,6 +26,30 @@ EVERY = 100
 """Steps between checks of copies."""
 MOST = 20
 """Differences that a message lists."""
+
+
+class PlanAgreement:
+    """Whether all ranks have made the same plan of the next step.
+
+    A rank tells its plan with the numbers of the step before, if it has made it by then. The ranks
+    compare a plan that not all have told when its step begins.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._agreed: int | None = None
+
+    def hear(self, told: torch.Tensor) -> None:
+        """Takes the numbers of the digests that all ranks have told, int64 [world size]."""
+        first = int(told[0])
+        agrees = first != NO_DIGEST and bool((told == first).all())
+        self._agreed = first if agrees else None
+
+    def require(self, plan_hash: str, step: int) -> None:
+        """Raises RuntimeError on every rank unless all ranks have the same plan of a step.
+        Collective unless all have told it."""
+        if self._agreed != number_of(plan_hash):
+            self._mesh.agree(plan_hash, f"the plan of step {step}")
 
 
 class RanksDiffer(UserError):

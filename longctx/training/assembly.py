@@ -11,6 +11,7 @@ from longctx.training.build import computed_by
 from longctx.training.data import build_loader, choose_max_length
 from longctx.training.metrics import MetricsLog
 from longctx.training.run import Run
+from longctx.training.runner import ModelRunner
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.checkpoint_io import CheckpointError
@@ -18,7 +19,7 @@ from longctx.training.saved.model_folder import keep_model_files
 from longctx.training.saved.run_folder import restore_best, set_aside, settings_header
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
-from longctx.training.trainer import Trainer
+from longctx.training.trainer import RunParts, Trainer
 from longctx.training.validation import Validator, validation_documents
 
 
@@ -30,37 +31,48 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     """
     config = run.config
     saved = run.checkpoint
-    files = run.source.files
     resumed = saved if run.resumes else None
     max_length = choose_max_length(config, mesh.world_size, resumed, run.data.longest)
     loader = build_loader(run.data.store, config, mesh, max_length)
-    trainer = Trainer(config, mesh, run.source, loader, stop=stop)
+    runner = ModelRunner(config, mesh, run.source)
+    optimizer = runner.make_optimizer()
+    validator = None
     if config.eval.every is not None:
         documents = validation_documents(config, run.data, max_length)
-        trainer.validator = Validator(documents, trainer.passes, loader.planner)
-    if files is not None:
-        trainer.base = {"folder": str(files.folder), "fingerprint": files.fingerprint}
+        validator = Validator(documents, runner, loader.planner)
+    base = None
+    if run.source.files is not None:
+        files = run.source.files
+        base = {"folder": str(files.folder), "fingerprint": files.fingerprint}
     if saved is not None:
-        check_weights(saved, trainer.model, trainer.base, resumes=run.resumes)
-        (loader.load_state_dict if run.resumes else loader.continue_from)(saved.state["data"])
-        checkpoint.load(saved, trainer.model, trainer.optimizer, mesh.control)
-        trainer.steps_done = saved.step
+        check_weights(saved, runner.model, base, resumes=run.resumes)
+        if run.resumes:
+            loader.load_state_dict(saved.state["data"])
+        else:
+            loader.continue_from(saved.state["data"])
+        checkpoint.load(saved, runner.model, optimizer, mesh.control)
     # Nothing refuses the run any more.
     if run.returns and saved is not None and mesh.world_rank == 0:
         for sentence in set_aside(config.train.run_dir, saved):
             print(f"longctx train: {sentence}", file=sys.stderr)
+    best = None
     if resumed is not None and config.checkpoint.best and mesh.world_rank == 0:
-        kept = restore_best(resumed)
-    else:
-        kept = None
-    trainer.best = mesh.gather_objects(kept)[0]
-    if mesh.world_rank == 0:
-        trainer.log = begin_folder(run, mesh)
+        best = restore_best(resumed)
+    best = mesh.gather_objects(best)[0]
+    log = begin_folder(run, mesh) if mesh.world_rank == 0 else None
+    tracer = None
     if run.traced is not None:
-        trainer.tracer = Tracer(
-            run.traced, config.train.run_dir / "traces", mesh.world_rank, trainer.model
-        )
-    return trainer
+        traces = config.train.run_dir / "traces"
+        tracer = Tracer(run.traced, traces, rank=mesh.world_rank, model=runner.model)
+    parts = RunParts(
+        validator=validator,
+        log=log,
+        tracer=tracer,
+        base=base,
+        best=best,
+        steps_done=0 if saved is None else saved.step,
+    )
+    return Trainer(runner, optimizer, loader, stop=stop, parts=parts)
 
 
 def check_weights(

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,20 @@ from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch
 from longctx.hf.source import ModelSource
 from longctx.parallel.environment import Launch
-from longctx.parallel.mesh import Mesh, number_of
+from longctx.parallel.mesh import Mesh
 from longctx.training import agreement
+from longctx.training.agreement import PlanAgreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.health import FiniteLoss, NonFiniteLoss
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
 from longctx.training.optimizer import (
     clip_gradients,
     learning_rate,
-    make_optimizer,
     norm_of,
     set_learning_rate,
     sum_of_squares,
 )
-from longctx.training.passes import Passes
+from longctx.training.runner import ModelRunner
 from longctx.training.saved import checkpoint
 from longctx.training.saved.run_folder import BEST
 from longctx.training.saved.saving import Saver
@@ -42,58 +42,91 @@ from longctx.training.trace import Tracer
 from longctx.training.validation import Validator
 
 
-class Trainer:
-    """A run on one rank. `training.assembly` gives it what a run has beside model, optimizer and
-    loader.
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """What a run has beside model, optimizer and loader.
 
     Attributes:
         validator, log, tracer: what validates, logs and traces steps; None for none.
         base: folder and fingerprint of the checkpoint that the run began from.
         best: step and validation loss of the best checkpoint so far.
+        steps_done: steps done before, by this run or the one that it continues.
+    """
+
+    validator: Validator | None = None
+    log: MetricsLog | None = None
+    tracer: Tracer | None = None
+    base: Mapping[str, str] | None = None
+    best: Mapping[str, float] | None = None
+    steps_done: int = 0
+
+
+class Trainer:
+    """A run on one rank. `training.assembly` makes its parts.
+
+    Attributes:
         steps_done: steps done since the beginning of the run, or of the run that it continues.
+        best: step and validation loss of the best checkpoint so far.
         stopping: whether a signal ends the run after this step.
     """
 
     def __init__(
         self,
+        runner: ModelRunner,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader | None = None,
+        *,
+        stop: StopSignal | None = None,
+        parts: RunParts | None = None,
+    ) -> None:
+        """Joins the parts of a run on one rank.
+
+        Args:
+            runner: model of the run.
+            optimizer: optimizer of the model.
+            loader: steps to train on; None if batches are passed to `step`.
+            stop: signal after which the run ends.
+            parts: what the run has beside these; None: nothing.
+        """
+        parts = parts or RunParts()
+        self.runner = runner
+        self.config = runner.config
+        self.mesh = runner.mesh
+        self.model = runner.model
+        self.optimizer = optimizer
+        self.loader = loader
+        self.stop = stop or StopSignal()
+        self.validator = parts.validator
+        self.log = parts.log
+        self.tracer = parts.tracer
+        self.base = parts.base
+        self.best = parts.best
+        self.steps_done = parts.steps_done
+        self.stopping = False
+        self.finite = FiniteLoss(self.config, self.mesh)
+        self.saver = Saver(
+            self.config.train.run_dir,
+            self.mesh.control,
+            self.config.checkpoint.keep,
+            beside=self.config.checkpoint.asynchronous,
+            local_ranks=Launch.read().local_world_size,
+        )
+        self._plans = PlanAgreement(self.mesh)
+        self._written = True  # whether `saver.advance` would not wait
+
+    @classmethod
+    def of(
+        cls,
         config: Config,
         mesh: Mesh,
         source: ModelSource,
         loader: Loader | None = None,
         *,
         stop: StopSignal | None = None,
-    ) -> None:
-        """Builds a model with its initial weights and its optimizer. Collective.
-
-        Args:
-            loader: steps to train on; None if batches are passed to `step`.
-            stop: signal after which the run ends.
-        """
-        self.config = config
-        self.mesh = mesh
-        self.loader = loader
-        self.stop = stop or StopSignal()
-        self.passes = Passes(config, mesh, source)
-        self.model = self.passes.model
-        self.optimizer = make_optimizer(self.model, config.optimizer, mesh.device, mesh.stage)
-        self.validator: Validator | None = None
-        self.log: MetricsLog | None = None
-        self.tracer: Tracer | None = None
-        self.base: Mapping[str, str] | None = None
-        self.best: Mapping[str, float] | None = None
-        self.steps_done = 0
-        self.stopping = False
-        self.finite = FiniteLoss(config, mesh)
-        self.saver = Saver(
-            config.train.run_dir,
-            mesh.control,
-            config.checkpoint.keep,
-            beside=config.checkpoint.asynchronous,
-            local_ranks=Launch.read().local_world_size,
-        )
-        # First bits of the hash of the next step's plan, if all ranks have told theirs.
-        self._agreed: float | None = None
-        self._written = True  # whether `saver.advance` would not wait
+    ) -> "Trainer":
+        """Builds a model with its initial weights, and its optimizer. Collective."""
+        runner = ModelRunner(config, mesh, source)
+        return cls(runner, runner.make_optimizer(), loader, stop=stop)
 
     def train(self) -> bool:
         """Runs to the last step. Returns False if a signal stopped the run before, after a
@@ -133,7 +166,7 @@ class Trainer:
                 last = self.steps_done == self.config.train.steps
                 every = self.config.checkpoint.every
                 if self.validator is not None and self._is_validated(last):
-                    self.passes.begin(f"validation after step {self.steps_done}")
+                    self.runner.position.begin(f"validation after step {self.steps_done}")
                     validation = self.validator.validate()
                     metrics = replace(metrics, **validation)
                     improved = self._improves(validation["validation_loss"])
@@ -167,7 +200,7 @@ class Trainer:
 
     def position(self) -> str:
         """Returns where this rank is: step, micro-batch, layer and pass, or what else it does."""
-        return f"step {self.steps_done + 1}, {self.passes.position()}"
+        return f"step {self.steps_done + 1}, {self.runner.position.text()}"
 
     def step(self, batch: StepBatch | None = None) -> StepMetrics:
         """Runs one optimizer step over the whole domain, on the loader's next batch unless `batch`
@@ -183,18 +216,17 @@ class Trainer:
 
     def _step(self, batch: StepBatch | None) -> StepMetrics:
         started = time.perf_counter()
-        passes = self.passes
-        passes.begin("reading data")
+        runner = self.runner
+        runner.position.begin("reading data")
         if batch is None:
             assert self.loader is not None
             batch = next(self.loader)
-        passes.begin("before the first micro-batch")
-        if self._agreed != number_of(batch.plan.hash):
-            self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
-        losses = passes.forward_backward(batch)
-        copy = passes.pipeline.tied_copy if passes.pipeline is not None else None
-        passes.begin("gradient norm")
-        with passes.clock.span(OPTIMIZER):
+        runner.position.begin("before the first micro-batch")
+        self._plans.require(batch.plan.hash, batch.step)
+        losses = runner.forward_backward(batch)
+        copy = runner.pipeline.tied_copy if runner.pipeline is not None else None
+        runner.position.begin("gradient norm")
+        with runner.clock.span(OPTIMIZER):
             squares = sum_of_squares(
                 p.grad for p in self.model.parameters() if p is not copy and p.grad is not None
             )
@@ -204,14 +236,14 @@ class Trainer:
         updates = batch.target_tokens > 0 and self.finite.check(batch, losses, loss, grad_norm)
         rate = learning_rate(batch.step, self.config.schedule_steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
-        passes.begin("optimizer")
-        with record_function("optimizer"), passes.clock.span(OPTIMIZER):
+        runner.position.begin("optimizer")
+        with record_function("optimizer"), runner.clock.span(OPTIMIZER):
             if updates:
                 clip_gradients(
                     self.model.parameters(), self.config.optimizer.clip_grad_norm, grad_norm
                 )
                 self.optimizer.step()
-                passes.balance.move_biases()
+                runner.balance.move_biases()
             self.optimizer.zero_grad()
         self.steps_done = batch.step
         if batch.step % agreement.EVERY == 0:
@@ -236,7 +268,7 @@ class Trainer:
 
         Without `wait` it is published during later steps, by `saver.advance`.
         """
-        self.passes.begin(f"checkpoint of step {self.steps_done}")
+        self.runner.position.begin(f"checkpoint of step {self.steps_done}")
         if self.steps_done % agreement.EVERY:  # otherwise the step has compared them
             agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         # All that is known without a loader.
@@ -275,22 +307,23 @@ class Trainer:
         """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor
         ranks count tokens once.
 
-        It is the only gather of a step over all processes if the next step is prepared on every
-        rank, as the plan's hash comes along; otherwise the next step compares the hashes itself.
-        Each takes 0.1 s at a thousand ranks, with idle GPUs.
+        Normally it is the only collective of a step on the host: it carries the hash of the next
+        step's plan. If a rank has not planned ahead, the ranks compare the plan when its step
+        begins. Each takes 0.1 s at a thousand ranks, with idle GPUs.
         """
-        passes = self.passes
-        counts = self.mesh.counts
-        spent = passes.clock.take()
-        idle_s, idle_share = passes.pipeline.idle() if passes.pipeline is not None else (0.0, 0.0)
-        next_hash = None if self.loader is None else self.loader.next_hash()
+        runner = self.runner
+        spent = runner.clock.take()
+        idle_s, idle_share = (0.0, 0.0)
+        if runner.pipeline is not None:
+            idle_s, idle_share = runner.pipeline.idle()
+        loss, rows = (0.0, 0.0)
+        if self.mesh.counts:
+            loss = float(losses.double().sum())
+            rows = float(sum(micro_batch.rows for micro_batch in batch.micro_batches))
         local = {
             "squares": squares,
-            "plan": math.nan if next_hash is None else number_of(next_hash),
-            "loss": float(losses.double().sum()) if counts else 0.0,
-            "rows": float(sum(micro_batch.rows for micro_batch in batch.micro_batches))
-            if counts
-            else 0.0,
+            "loss": loss,
+            "rows": rows,
             "bubble_share": idle_share,
             "data_wait_s": batch.data_wait_s,
             "attention_s": spent[ATTENTION],
@@ -300,12 +333,12 @@ class Trainer:
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
             "written": float(self.saver.written),
-            **passes.balance.end_step(),
+            **runner.balance.end_step(),
         }
-        ranks = dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))
-        plans = ranks.pop("plan")
-        self._agreed = plans[0].item() if (plans == plans[0]).all() else None
-        return ranks
+        next_hash = None if self.loader is None else self.loader.next_hash()
+        values, plans = self.mesh.gather_with_digest(list(local.values()), next_hash)
+        self._plans.hear(plans)
+        return dict(zip(local, values.T, strict=True))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

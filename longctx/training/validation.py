@@ -21,7 +21,7 @@ from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import RunData, padding
 from longctx.training.objectives.objective import token_mean
-from longctx.training.passes import Passes
+from longctx.training.runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -146,19 +146,19 @@ def validation_documents(config: Config, data: RunData, max_length: int) -> Docu
 @dataclass(frozen=True)
 class Validator:
     documents: Documents
-    passes: Passes
+    runner: ModelRunner
     planner: Planner
 
     def validate(self) -> dict[str, Any]:
         """Returns numbers of `StepMetrics`, with the mean loss over all targets, the same on each
         rank. Collective."""
         began = time.perf_counter()
-        mesh = self.passes.mesh
+        mesh = self.runner.mesh
         total = 0.0
         divisor = 0.0
         targets = 0
         for batch in self.documents.steps(self.planner, mesh):
-            values = self.passes.look(batch)
+            values = self.runner.log_probabilities(batch)
             weights = token_mean(batch)
             for number, value in enumerate(values if mesh.counts else ()):
                 of_tokens = None if weights.tokens is None else weights.tokens[number]
@@ -172,7 +172,7 @@ class Validator:
             targets += batch.target_tokens
             divisor += batch.target_weight
         loss = float(mesh.gather([total]).sum()) / (divisor or 1.0)
-        self.passes.end_looking()
+        self.runner.after_scoring()
         return {
             "validation_loss": loss,
             "validation_tokens": targets,

@@ -1,5 +1,5 @@
-"""Passes of a model on this rank over the micro-batches of a step: forward and backward, or forward
-alone."""
+"""Runner: runs the model of this rank over the micro-batches of a step, forward and backward, or
+forward alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,19 +28,42 @@ from longctx.training.objectives.loss import (
     rows_with_labels,
 )
 from longctx.training.objectives.objective import StepWeights, token_mean
+from longctx.training.optimizer import make_optimizer
 from longctx.training.trace import micro_batch_name
 
-Look = Callable[[StepBatch], list[torch.Tensor]]
-"""A pass without gradients, `Passes.look`."""
+Scorer = Callable[[StepBatch], list[torch.Tensor]]
+"""A pass without gradients, `ModelRunner.log_probabilities`."""
 
 
-class Passes:
+class Position:
+    """What a rank does now, for those who wait for it.
+
+    Attributes:
+        task: such as "gradient norm"; empty if the place says it.
+        place: returns where the rank is in its task. Another thread calls it, also while what it
+            reads changes.
+    """
+
+    def __init__(self) -> None:
+        self.task = "starting"
+        self.place: Callable[[], str] = str
+
+    def begin(self, task: str, place: Callable[[], str] = str) -> None:
+        """Says what this rank does from now on."""
+        self.task = task
+        self.place = place
+
+    def text(self) -> str:
+        """Returns what this rank does: its task, and the micro-batch, layer and pass."""
+        return ", ".join(filter(None, [self.task, self.place()]))
+
+
+class ModelRunner:
     """The model of a run on this rank, and its passes. Every method is collective.
 
     Attributes:
         pipeline: what runs the model in a pipeline; None without one.
-        task: what this rank does now, for those who wait for it.
-        place: where it is in this task.
+        position: what this rank does now.
     """
 
     def __init__(self, config: Config, mesh: Mesh, source: ModelSource) -> None:
@@ -49,29 +72,24 @@ class Passes:
         self.model, self.pipeline = build_model(source, config, mesh)
         self.clock = StepClock(mesh.device)
         self.balance = Balance.of(self.model, config, mesh)
-        self.task = "starting"
-        self.place: Callable[[], str] = str
+        self.position = Position()
 
-    def begin(self, task: str, place: Callable[[], str] = str) -> None:
-        """Says what this rank does from now on. `place` is called by another thread, also while
-        what it reads changes."""
-        self.task = task
-        self.place = place
-
-    def position(self) -> str:
-        """Returns what this rank does: its task, and the micro-batch, layer and pass."""
-        return ", ".join(filter(None, [self.task, self.place()]))
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Builds the optimizer of the model, by the settings of the run."""
+        return make_optimizer(
+            self.model, self.config.optimizer, device=self.mesh.device, stage=self.mesh.stage
+        )
 
     @torch.no_grad()
-    def look(self, batch: StepBatch) -> list[torch.Tensor]:
+    def log_probabilities(self, batch: StepBatch) -> list[torch.Tensor]:
         """Returns log p of every label, [T] for each of this rank's micro-batches, by a pass
-        without gradients; 0 without one.
+        without gradients; 0 without a label.
 
         Pipeline ranks without the head return zeros.
         """
 
         def inputs(number: int) -> Inputs:
-            self.place = lambda: f"micro-batch {number}"
+            self.position.place = lambda: f"micro-batch {number}"
             labels = batch.micro_batches[number].labels
             device = self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
@@ -80,13 +98,13 @@ class Passes:
 
         if self.pipeline is not None:
             return self.pipeline.forward(len(batch.micro_batches), inputs)
-        every_input = map(inputs, range(len(batch.micro_batches)))
-        return [
-            self.model(each.tokens, each.positions, each.attention, each.head)
-            for each in every_input
-        ]
+        values = []
+        for number in range(len(batch.micro_batches)):
+            given = inputs(number)
+            values.append(self.model(given.tokens, given.positions, given.attention, given.head))
+        return values
 
-    def end_looking(self) -> None:
+    def after_scoring(self) -> None:
         """Reshards the model and resets the clock after passes without gradients, but for the time
         of the optimizer."""
         # Otherwise blocks that stay gathered until backward would stay so until the next backward.
@@ -104,7 +122,7 @@ class Passes:
                     for number in range(len(batch.micro_batches))
                 ]
             )
-        self.begin("", self.pipeline.where)
+        self.position.begin("", self.pipeline.where)
         return self.pipeline.forward_backward(
             len(batch.micro_batches), partial(self.inputs, batch, weights)
         )
@@ -130,7 +148,7 @@ class Passes:
         )
         inputs = self.inputs(batch, weights, number)
         used: Any = inputs.attention if attention is None else attention
-        self.begin(f"micro-batch {number}", lambda: f"attention last in {used.last}")
+        self.position.begin(f"micro-batch {number}", lambda: f"attention last in {used.last}")
         with record_function(inputs.name):
             loss: torch.Tensor = self.model(
                 inputs.tokens, inputs.positions, used, inputs.head, inputs.documents
