@@ -63,7 +63,7 @@ def _first_line(run: Run, trainer: Trainer) -> str:
     return (
         f"{parameters} on {run.launch.world_size} ranks "
         f"({computed_by(config, model.spec, run.device.type)}), "
-        f"{start}; {stores} {store.said}: {len(store):,} documents, {int(store.lengths.sum()):,} "
+        f"{start}; {stores} {store.description}: {len(store):,} documents, {int(store.lengths.sum()):,} "
         "tokens; "
         f"run folder {config.train.run_dir}"
     )

@@ -197,7 +197,7 @@ def _print_on_rank_0(run: Run, sentences: Iterable[str]) -> None:
 def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
     """Trains to the last step. Returns whether it is done, and the number of steps done. All ranks
     call it."""
-    saved, damaged = checkpoint.verified(run.checkpoint, mesh.control, only=run.returns)
+    saved, damaged = checkpoint.verified(run.checkpoint, mesh.control, only=run.rewinds)
     _print_on_rank_0(run, damaged)
     run = fitted_run(replace(run, checkpoint=saved), mesh)
     trainer = assemble(run, mesh, stop)

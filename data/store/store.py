@@ -227,7 +227,7 @@ class Store:
         return partly
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         return ", ".join(str(source.path) for source in self.sources)
 
     @property
@@ -371,13 +371,13 @@ class Store:
 class Lengths(Store):
     """Documents of these lengths for planning steps; every token is trained, and none can be read.
 
-    Attributes as of `Store`; `said` describes the lengths, and the tokenizer has a size only.
+    Attributes as of `Store`; `description` is of the lengths, and the tokenizer has a size only.
     """
 
-    def __init__(self, lengths: Sequence[int], said: str, vocab_size: int) -> None:
+    def __init__(self, lengths: Sequence[int], description: str, vocab_size: int) -> None:
         self.lengths = np.array(lengths, dtype=np.int64)
         self.trained_tokens = np.maximum(self.lengths - 1, 0)
-        self.path = Path(said)
+        self.path = Path(description)
         self.sources = (Source(self.path, "", range(len(self.lengths))),)
         self.tokenizer = cast(Tokenizer, SimpleNamespace(vocab_size=vocab_size))
         self.weighted = False

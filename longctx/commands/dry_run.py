@@ -135,7 +135,7 @@ def _run_summary(
     yield f"dry run on {ranks} ranks{assumed(config.train.device)}"
     yield f"model      {format_count(source.spec.parameters)} parameters, {weights}"
     yield from lines_on(source, pretrained, min(most, longest))
-    yield f"documents  at most {most:,} tokens ({fitting}), from {store.said}"
+    yield f"documents  at most {most:,} tokens ({fitting}), from {store.description}"
     yield from mix_lines(config, steps_of_run(config, store, ranks), config.train.steps)
     yield from run_profile(config, ranks, store.tokenizer.vocab_size).lines
 

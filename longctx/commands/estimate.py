@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} "
         f"rank{'s' * (ranks > 1)}"
         f"{assumed(config.train.device)}, "
-        f"{f'the first steps of {config.data.said}' if store else 'a full rank (no store)'}"
+        f"{f'the first steps of {config.data.description}' if store else 'a full rank (no store)'}"
     )
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         if size:
@@ -114,7 +114,7 @@ def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
         return store, config.model_source(store.tokenizer.vocab_size).spec
     if config.model_source().spec.vocab_size is None:
         raise UserError(
-            f"store {config.data.said} not found, and model.vocab_size is null: set "
+            f"store {config.data.description} not found, and model.vocab_size is null: set "
             "--model.vocab_size, or --data.store to an "
             "existing store"
         )

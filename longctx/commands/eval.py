@@ -133,7 +133,7 @@ def _report(
     result = {
         "target": target.name,
         "step": None if target.checkpoint is None else target.checkpoint.step,
-        "store": documents.store.said,
+        "store": documents.store.description,
         "fingerprint": documents.store.fingerprint,
         "max_length": documents.max_length,
         "ranks": ranks,
@@ -150,7 +150,7 @@ def _report(
         return
     overall = report.overall
     print(
-        f"{target.described} on {documents.store.said}: loss {overall.loss:.4f}, perplexity "
+        f"{target.described} on {documents.store.description}: loss {overall.loss:.4f}, perplexity "
         f"{overall.perplexity:.3f} over "
         f"{overall.tokens:,} tokens of {overall.documents:,} documents"
     )

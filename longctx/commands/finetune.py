@@ -257,7 +257,7 @@ def _as_prepared(lengths: "Store", long_documents: str, longest: int | None) -> 
     if longest is None or long_documents == "error":
         return lengths
     left = fit(lengths.lengths.tolist(), longest, long_documents)
-    return Lengths(left, lengths.said, lengths.tokenizer.vocab_size)
+    return Lengths(left, lengths.description, lengths.tokenizer.vocab_size)
 
 
 def _train(config: Config, settings: Path, ranks: int) -> int:

@@ -206,7 +206,7 @@ class DataSection(Section):
         return [store.path for store in self.stores or ()]
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         return ", ".join(map(str, self.paths))
 
 

@@ -46,7 +46,7 @@ class TransformersSource:
     """A checkpoint, run by transformers' own code."""
 
     files: CheckpointFiles
-    said: str = ""
+    description: str = ""
 
     @cached_property
     def _without_values(self) -> "TransformersModel":

@@ -25,7 +25,7 @@ class ModelSource(Protocol):
         """Sizes of the model."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Which code runs the model and why, for the log; empty if there is no choice."""
 
     @property
@@ -49,7 +49,7 @@ def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
     longest document."""
     if isinstance(source, NewDecoder):
         return [*_few_entries(source.spec), *_no_export(source.shape)]
-    lines = [f"{name}: {source.said}"] if source.said else []
+    lines = [f"{name}: {source.description}"] if source.description else []
     if source.files is not None and source.files.added:
         lines.append(
             f"{name}: {source.files.added:,} entries are added to the embedding and an untied "
@@ -108,7 +108,7 @@ class NewDecoder:
     """The native decoder with new weights."""
 
     shape: ModelShape
-    said: str = ""
+    description: str = ""
     files: None = None
     unused: Sequence[str] = ()
 
@@ -205,11 +205,11 @@ def _pretrained(
         raise PretrainedError(f"the native decoder cannot run {source}: {error}; {ways}") from error
 
 
-def transformers_source(files: "CheckpointFiles", said: str = "") -> ModelSource:
+def transformers_source(files: "CheckpointFiles", description: str = "") -> ModelSource:
     """Returns a checkpoint that transformers' own code runs."""
     from longctx.hf.model import TransformersSource
 
-    return TransformersSource(files, said)
+    return TransformersSource(files, description)
 
 
 def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:

@@ -23,9 +23,9 @@ class NativeSource:
     unused: Sequence[str] = ()
     """Always empty: a checkpoint with unused tensors is refused (see `sizes`)."""
 
-    def __init__(self, files: CheckpointFiles, said: str = "") -> None:
+    def __init__(self, files: CheckpointFiles, description: str = "") -> None:
         self.files = files
-        self.said = said
+        self.description = description
         self.family = family_of(files.config)
         self.shape = self.family.shape(files.config)
         self.embedding = self.family.parts("embed_tokens.weight")[0]

@@ -52,7 +52,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
             loader.continue_from(saved.state["data"])
         checkpoint.load(saved, runner.model, optimizer, mesh.control)
     # Nothing refuses the run any more.
-    if run.returns and saved is not None and mesh.world_rank == 0:
+    if run.rewinds and saved is not None and mesh.world_rank == 0:
         for sentence in set_aside(config.train.run_dir, saved):
             print(f"longctx train: {sentence}", file=sys.stderr)
     best = None

@@ -79,7 +79,7 @@ def check_weights(config: Config, data: RunData) -> None:
             continue
         if config.data.merge_prefixes:
             raise UserError(
-                f"data.merge_prefixes is true, but {key} {store.said} has weights of tokens, which "
+                f"data.merge_prefixes is true, but {key} {store.description} has weights of tokens, which "
                 "may differ where documents "
                 "are alike: set data.merge_prefixes to false"
             )
@@ -127,7 +127,7 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
     new = config.model.new_tokens or []
     if lacking := [token for token in new if token not in added_tokens(ours)]:
         raise UserError(
-            f"model.new_tokens has {', '.join(lacking)}, which the tokenizer of {config.data.said} "
+            f"model.new_tokens has {', '.join(lacking)}, which the tokenizer of {config.data.description} "
             "lacks: prepare it with a "
             "tokenizer to which they were added (transformers: add_tokens, save_pretrained), or "
             "use longctx finetune"
@@ -140,12 +140,12 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
             without_added(theirs, [*new, *others]), without_added(ours, [*new, *others])
         ):
             raise UserError(
-                f"the tokenizer of {config.data.said} adds {', '.join(others)} to that of {name}: "
+                f"the tokenizer of {config.data.description} adds {', '.join(others)} to that of {name}: "
                 "set model.new_tokens to "
                 f"{yaml_text([*new, *others])}, or prepare it with the tokenizer of the checkpoint"
             )
         raise UserError(
-            f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with "
+            f"{config.data.description} was prepared with another tokenizer than {name}: prepare it with "
             "the tokenizer of the "
             f"checkpoint (longctx prepare --tokenizer {shell(name)})"
         )
@@ -158,7 +158,7 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
             if number >= embedded
         ]
         raise UserError(
-            f"token {entries - 1} of {config.data.said} "
+            f"token {entries - 1} of {config.data.description} "
             f"({store.tokenizer.decode([entries - 1])!r}) is beyond the embedding of "
             f"{name}, which has {embedded:,} entries: remove text with it, add entries by "
             "model.new_tokens "

@@ -22,7 +22,7 @@ class Run:
         config: settings, with steps for epochs.
         checkpoint: checkpoint to start from, of this run or of one that this run continues; None
             for the initial weights.
-        returns: whether `checkpoint` was asked for by its step, so that later ones are set aside.
+        rewinds: whether `checkpoint` was asked for by its step, so that later ones are set aside.
         traced: steps to trace, counted from 1.
         changes: settings that `train.fit_memory` changed, in words; empty if none.
     """
@@ -33,7 +33,7 @@ class Run:
     data: RunData
     source: ModelSource
     checkpoint: Checkpoint | None = None
-    returns: bool = False
+    rewinds: bool = False
     traced: range | None = None
     changes: str = ""
 
