@@ -457,8 +457,7 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
         "first tokens belong to the document before", 1, "see each other"),
     "GPT-2 packed, mask only": (inside(collator(packed, restart=False, mask=0), **GPT2), "positions run on", 1, "positions"),
     "GPT-2, positions from 1": (inside(collator(change=late_positions), **GPT2), "positions one late", 1, "positions"),
-    "GPT-2, padded at the left": (inside(collator(side="left"), **GPT2), "positions count "
-                                                                         "padding", 1, "positions|padding"),
+    "GPT-2, padded at the left": (inside(collator(side="left"), **GPT2), "positions count padding", 1, "positions|padding"),
     "padded at the left, no mask": (inside(collator(side="left", mask=False)), "padding is seen", 1, "padding is seen"),
     "padding has labels": (inside(collator(fill=0)), "padding is trained", 1, "padding .*trained|predict padding"),
     # NVIDIA-NeMo/Megatron-Bridge 4660, huggingface/trl 1623
@@ -469,15 +468,12 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
     "prompts have labels": (inside(collator(change=prompts_trained)), "prompts are trained", 1, "prompts are trained"),
     "first answer token masked": (inside(collator(change=answers_late)), "first tokens of answers "
                                                                          "have no loss", 1, "no loss"),
-    "no template found": (inside(collator(change=no_template)), "a document has no "
-                                                                "loss", 1, "documents? .*no loss"),
-    "last row lost": (inside(collator(change=last_row_lost)), "a document is in no "
-                                                              "call", 1, "no call|no loss"),
+    "no template found": (inside(collator(change=no_template)), "a document has no loss", 1, "documents? .*no loss"),
+    "last row lost": (inside(collator(change=last_row_lost)), "a document is in no call", 1, "no call|no loss"),
     "cut at the right": (inside(rows=cut), "documents are cut short", 1, "cut short"),
     "cut at the left": (inside(rows=lambda probe: cut(probe, side=-1)), "only ends of documents", 1, "cut"),
     "blocks of 32 tokens": (inside(rows=in_blocks), "cut, and concatenated", 1, "see each other|cut"),
-    "a row twice": (inside(rows=twice), "a document twice, another "
-                                        "never", 1, "repeated|twice|more than once|same documents"),
+    "a row twice": (inside(rows=twice), "a document twice, another never", 1, "repeated|twice|more than once|same documents"),
     # huggingface/transformers 37766
     "micro-batches' means added": (inside(trainer=Undivided), "sum of means", 1, f"{MEANS}|{FACTOR}"),
     # huggingface/transformers 34511, huggingface/blog 2414
@@ -495,23 +491,19 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
     "labels smoothed by hand": (inside(trainer=losses_by(smoothed)), "another objective", 1, "objective|smooth"),
     "logits divided by a temperature": (inside(trainer=losses_by(tempered)), "another objective", 1, "objective|logits"),
     "z-loss": (inside(trainer=losses_by(with_z_loss)), "another objective", 1, "objective|logits"),
-    "gradients of a micro-batch lost": (inside(trainer=Forgetful), "documents have no "
-                                                                   "loss", 1, "no loss|no call"),
-    "each micro-batch clipped": (inside(trainer=ClippedEarly), "clipped before the "
-                                                               "step", 1, f"{FACTOR}|clip|micro-batch"),
+    "gradients of a micro-batch lost": (inside(trainer=Forgetful), "documents have no loss", 1, "no loss|no call"),
+    "each micro-batch clipped": (inside(trainer=ClippedEarly), "clipped before the step", 1, f"{FACTOR}|clip|micro-batch"),
     "logged loss tripled": (inside(trainer=logs("loss", lambda value: value * 3)), "logged loss", 1, "logged loss"),
     # radixark/miles 2132
     "norm logged after clipping": (inside(trainer=logs("grad_norm", lambda value: min(value, 0.1))), "logged norm", 1, "norm"),
     # unslothai/unsloth 8253, huggingface/transformers 29777
     "window lost": (inside(change=attends(), **WINDOW), "windows are ignored", 1, "window"),
-    "not causal": (inside(change=attends(seen_of=lambda *_: None)), "tokens see later "
-                                                                    "ones", 1, "not causal"),
+    "not causal": (inside(change=attends(seen_of=lambda *_: None)), "tokens see later ones", 1, "not causal"),
     "window one too short": (inside(change=attends(seen_of=nearer), **WINDOW), "a window of 15, "
                                                                                "not 16", 1, "window"),
     "scores scaled wrongly": (inside(change=attends(scale=0.5)), "attention computes another "
                                                                  "thing", 1, "attention"),
-    "KV heads tiled": (inside(change=attends(tiled=True)), "groups of heads are "
-                                                           "wrong", 1, "attention|heads"),
+    "KV heads tiled": (inside(change=attends(tiled=True)), "groups of heads are wrong", 1, "attention|heads"),
     # paiml/entrenar 314
     "tied embeddings, half the gradient": (inside(change=deaf("embed_tokens"), **TIED),
         "gradient of embeddings", 1, "parameters|embed|backward"),

@@ -288,8 +288,9 @@ OTHERS: dict[str, dict[str, Make]] = {
     "megatron": {
         "megatron-core, `calculate_per_token_loss`, masks of documents": megatron(**DOCUMENTS),
         "megatron-core, masks of documents": megatron(False, **DOCUMENTS),
-        "megatron-core, `calculate_per_token_loss`, masks of documents but "
-        "`eod_mask_loss`": megatron(**DOCUMENTS | {"eod_mask_loss": False}),
+        "megatron-core, `calculate_per_token_loss`, masks of documents but `eod_mask_loss`": megatron(
+            **DOCUMENTS | {"eod_mask_loss": False}
+        ),
         "megatron-core, `calculate_per_token_loss`": megatron(),
     },
 }

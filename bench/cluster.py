@@ -243,16 +243,13 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     """Returns the page: a table per run with one row per mode."""
     words = (
         "Measured steps of runs with a modelled device: everything is real but matrix work and "
-        "attention kernels, which sleep "
-        "(`bench/cluster.py` explains it). All modes trained the same documents, a step of each in "
-        "turn. Speedups: "
-        "medians over steps, measured (predicted); in total: ratios of the sums over steps, as are "
-        "prediction errors. "
+        "attention kernels, which sleep (`bench/cluster.py` explains it). All modes trained the "
+        "same documents, a step of each in turn. Speedups: medians over steps, measured "
+        "(predicted); in total: ratios of the sums over steps, as are prediction errors. "
         "Computing and waits: shares of the mode's time. Host: processor time of all ranks, as a "
-        "share of that of the cores; "
-        "idle: what of it asleep ranks take, in the same unit. static:8 packs documents in the "
-        "order drawn (fixed static); "
-        "they are cut at what 8 ranks hold."
+        "share of that of the cores; idle: what of it asleep ranks take, in the same unit. "
+        "static:8 packs documents in the order drawn (fixed static); they are cut at what 8 ranks "
+        "hold."
     )
     parts = [words]
     for result in results:
@@ -271,10 +268,9 @@ def page(results: Sequence[dict[str, Any]]) -> str:
             f"## {place}, {cluster['mix']}, {cluster['documents_a_rank']} documents per rank",
             "\n".join(harness.markdown(HEAD, lines)),
             f"{len(auto['steps'])} steps of about {tokens:,} tokens, longest document drawn "
-            f"{cluster['longest']:,}; dilation "
-            f"{cluster['dilation']:g}, link {rate:.2f} MB/s per rank; losses differ by "
-            f"{measured['loss_difference']:.0e}; "
-            f"{versions}; load {about['load_average']:.1f} at the end: `{about['command']}`",
+            f"{cluster['longest']:,}; dilation {cluster['dilation']:g}, link {rate:.2f} MB/s per "
+            f"rank; losses differ by {measured['loss_difference']:.0e}; {versions}; load "
+            f"{about['load_average']:.1f} at the end: `{about['command']}`",
         ]
     return "\n\n".join(parts) + "\n"
 

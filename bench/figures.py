@@ -139,8 +139,8 @@ def headline() -> list[str]:
         ],
         [
             "64 data-parallel ranks at the smallest degree that holds every document",
-            f"{float(auto['speedup_over_fixed']):.1f}× "
-            f"({without_barriers(auto):.1f}× if ranks wait for each other once per step)",
+            f"{float(auto['speedup_over_fixed']):.1f}× ({without_barriers(auto):.1f}× if ranks "
+            "wait for each other once per step)",
         ],
     ]
     return markdown(head, rows)
@@ -155,14 +155,11 @@ def measured_sentences() -> list[str]:
     return wrapped(
         "**Measured on CPUs:** packing with prompts computed once makes a step of DPO "
         f"{gains['DPO']:.1f} times as fast as plain TRL, and one of GRPO, without its sampling, "
-        f"{gains['GRPO']:.1f} times, for "
-        "prompts of 512 to 1,023 tokens with completions of 32 "
-        "([how](docs/trainers.md#dpo-kto-grpo-and-rloo)); "
-        "[long completions](docs/evidence/trees.md) gain little. The third comparison above, with "
-        "smaller steps, also ran on "
-        "32 processes that plan and "
-        f"send messages, but sleep instead of computing: {min(reached)} to {max(reached)}×, with "
-        f"{min(predicted)} to "
+        f"{gains['GRPO']:.1f} times, for prompts of 512 to 1,023 tokens with completions of 32 "
+        "([how](docs/trainers.md#dpo-kto-grpo-and-rloo)); [long "
+        "completions](docs/evidence/trees.md) gain little. The third comparison above, with "
+        "smaller steps, also ran on 32 processes that plan and send messages, but sleep instead "
+        f"of computing: {min(reached)} to {max(reached)}×, with {min(predicted)} to "
         f"{max(predicted)}× predicted ([how](docs/evidence/emulated.md))."
     )
 
@@ -266,22 +263,19 @@ def sources() -> list[str]:
     return [
         *wrapped(
             f"- **Two gains.** Of the {float(auto['speedup_over_fixed']):.2f}× for {mix} with "
-            f"{documents} documents per rank, "
-            f"{packing:.2f}× is packing by predicted time at the best degree of each step, which "
-            "`context.mode: static` does "
-            f"too, and {float(auto['speedup_over_best_static']):.2f}× is a degree for every "
-            "document."
+            f"{documents} documents per rank, {packing:.2f}× is packing by predicted time at the "
+            "best degree of each step, which `context.mode: static` does too, and "
+            f"{float(auto['speedup_over_best_static']):.2f}× is a degree for every document."
         ),
         *wrapped(
             f"- **FlexSP: a tie.** `auto` is {to(flexsp)} times as fast as our reading, whose "
-            "plans FlexSP's own solver "
-            "beats by up to 6 % or misses by up to 18 %. Planning time differs: its authors report "
-            "5 to 15 s per step."
+            "plans FlexSP's own solver beats by up to 6 % or misses by up to 18 %. Planning time "
+            "differs: its authors report 5 to 15 s per step."
         ),
         *wrapped(
             f"- **Megatron's development branch**: `auto` is {to(dev)} times as fast as our "
-            "reading, which makes the plans of "
-            "its code (snapshot d48bd6be0a) without their padding."
+            "reading, which makes the plans of its code (snapshot d48bd6be0a) without their "
+            "padding."
         ),
     ]
 

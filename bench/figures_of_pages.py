@@ -94,10 +94,9 @@ def trainers_sentence() -> list[str]:
     )
     text = (
         f"Planning and the exchange of token ids took at most {cpu:.1%} of a rank's CPU time, and "
-        "steps waited at "
-        f"most {wait:.1%} of their time for them. Medians of {len(rows)} rounds on "
-        f"{rows[0]['ranks']} processes, "
-        f"{rows[0]['date']}, transformers {rows[0]['transformers']}, TRL {rows[0]['trl']}."
+        f"steps waited at most {wait:.1%} of their time for them. Medians of {len(rows)} rounds "
+        f"on {rows[0]['ranks']} processes, {rows[0]['date']}, transformers "
+        f"{rows[0]['transformers']}, TRL {rows[0]['trl']}."
     )
     return textwrap.wrap(text, 160)
 
@@ -161,10 +160,9 @@ def qlora_table() -> list[str]:
     first = rows[0]
     about = (
         f"Measured (`python -m bench.qlora`): {first['steps']} steps of LoRA of SmolLM2-135M on "
-        "two CPU processes, from a "
-        f"held-out loss of {float(first['loss_before']):.3f}; one seed, weights that had 4 bits "
-        f"before. {first['date']}, "
-        f"torch {first['torch']}, torchao {first['torchao']}."
+        f"two CPU processes, from a held-out loss of {float(first['loss_before']):.3f}; one seed, "
+        f"weights that had 4 bits before. {first['date']}, torch {first['torch']}, torchao "
+        f"{first['torchao']}."
     )
     return [*wrapped(about), "", *markdown(head, lines, numbers_from=1)]
 
@@ -189,9 +187,8 @@ def latents_table() -> list[str]:
         lines.append([*line, f"{before:.1f} s", f"{after:.1f} s", f"{after / before - 1:+.1%}"])
     about = (
         "Predicted, not measured (`python bench/latents.py`): DeepSeek V3, a step of 32 documents "
-        "of 131,072 tokens on H100s, "
-        "by the constants of the shipped profile. Received are the rows of one document in one "
-        "layer, as they travel."
+        "of 131,072 tokens on H100s, by the constants of the shipped profile. Received are the "
+        "rows of one document in one layer, as they travel."
     )
     return [*wrapped(about), "", *markdown(head, lines, numbers_from=0)]
 
@@ -255,10 +252,9 @@ def trees_measured() -> list[str]:
         lines.append([*line, f"**{alone / trees:.2f}×**"])
     text = (
         "Measured (`bench/trees.py`): forward and backward of a Llama of two layers, one process "
-        "and thread, least CPU time of "
-        f"{rows[0]['rounds']} rounds; gradients differ by at most "
-        f"{max(float(row['difference']) for row in rows):.0e} "
-        f"(float32). {rows[0]['date']}, {rows[0]['machine']}, torch {rows[0]['torch']}."
+        f"and thread, least CPU time of {rows[0]['rounds']} rounds; gradients differ by at most "
+        f"{max(float(row['difference']) for row in rows):.0e} (float32). {rows[0]['date']}, "
+        f"{rows[0]['machine']}, torch {rows[0]['torch']}."
     )
     head = [
         "prompt + completions",

@@ -67,9 +67,8 @@ def main() -> None:
     ]
     lines = [
         "Speedups over fixed static of degree 4 (`dp_balanced`): measured by Megatron's authors, "
-        "and modelled by longctx, with "
-        f"the range over {RUNS} runs of {STEPS} steps in brackets. Their scheduler is modelled in "
-        "two ways; auto is",
+        f"and modelled by longctx, with the range over {RUNS} runs of {STEPS} steps in brackets. "
+        "Their scheduler is modelled in two ways; auto is",
         f"longctx.\n\nProfile {PROFILE}, scaled to their model, {launch_ms:.0f} ms launch time per "
         "micro-batch:\n",
         *table(plans),

@@ -286,8 +286,7 @@ def page(
     told = ", ".join(f"{name} {value}" for name, value in about.items())
     lines += [
         f"{TOKENS_PER_RANK:,} tokens per rank; documents longer than all ranks hold are split. "
-        "Means over seeds, geometric "
-        f"ones of speedups. {told}",
+        f"Means over seeds, geometric ones of speedups. {told}",
         "",
     ]
     return "\n".join(lines)
@@ -353,18 +352,14 @@ def speedup_table(results: Sequence[Result]) -> list[str]:
         ]
     return [
         "Modelled speedup over fixed static: one degree for the whole run, the smallest power of "
-        "two that holds the longest "
-        "document of the mix, documents packed in the order drawn. `without barriers`: speedup of "
-        "auto if the groups of "
-        "fixed static synchronize only at the end of a step, as when every rank keeps all weights. "
-        "`over best single`: speedup "
-        "of auto over the best power of two for the whole run (in brackets), packed in the same "
-        "way. `over best static`: "
-        "speedup of auto over the best static degree of every step, packed by time, as "
-        "`context.mode: static` does. Square "
-        "brackets mark planners ahead of auto. `upper bound`: bound on the speedup of any plan of "
-        "ours. Gap: of auto to the "
-        "lower bound on time, and its unavoidable part.",
+        "two that holds the longest document of the mix, documents packed in the order drawn. "
+        "`without barriers`: speedup of auto if the groups of fixed static synchronize only at "
+        "the end of a step, as when every rank keeps all weights. `over best single`: speedup of "
+        "auto over the best power of two for the whole run (in brackets), packed in the same way. "
+        "`over best static`: speedup of auto over the best static degree of every step, packed by "
+        "time, as `context.mode: static` does. Square brackets mark planners ahead of auto. "
+        "`upper bound`: bound on the speedup of any plan of ours. Gap: of auto to the lower bound "
+        "on time, and its unavoidable part.",
         "",
         *markdown(head, lines, 1),
         "",
@@ -403,8 +398,8 @@ def window_table(gains: Mapping[Setting, Sequence[float]]) -> list[str]:
     ]
     return [
         "The most that planning several steps at once could gain, by moving documents between "
-        "them: auto's time over a lower "
-        "bound for all documents of the window. Mean over the windows of 8 steps.",
+        "them: auto's time over a lower bound for all documents of the window. Mean over the "
+        "windows of 8 steps.",
         "",
         *markdown(
             ["mix", "ranks", "documents per rank", *(f"{size} steps" for size in WINDOWS)], lines, 1

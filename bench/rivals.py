@@ -127,9 +127,8 @@ def shards_by_degree(
     if len(unfit):
         raise PlanError(
             f"{system} cannot hold document {unfit[0]} of {lengths[unfit[0]]} tokens: its largest "
-            "degree here is "
-            f"{degrees[-1]}, which holds {degrees[-1] * tokens_per_rank} at {tokens_per_rank} "
-            "tokens per rank"
+            f"degree here is {degrees[-1]}, which holds {degrees[-1] * tokens_per_rank} at "
+            f"{tokens_per_rank} tokens per rank"
         )
     return shards
 
@@ -405,8 +404,8 @@ def place_megatron_main(
         document = int(over[0])
         raise PlanError(
             f"Megatron main splits document {document} of {lengths[document]} tokens over "
-            f"{groups.degree[document]} ranks, "
-            f"which hold {groups.degree[document] * tokens_per_rank}: exceeds the budget of "
+            f"{groups.degree[document]} ranks, which hold "
+            f"{groups.degree[document] * tokens_per_rank}: exceeds the budget of "
             f"{tokens_per_rank} tokens per rank"
         )
     return _within_budget(groups, shards, tokens_per_rank)

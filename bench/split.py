@@ -147,8 +147,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> None:
         return
     title = (
         f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), "
-        f"{spec.parameters / 1e9:,.1f}B parameters, "
-        f"{tokens:,} tokens per step, longest document of the data set {longest:,} tokens\n{source}"
+        f"{spec.parameters / 1e9:,.1f}B parameters, {tokens:,} tokens per step, longest document "
+        f"of the data set {longest:,} tokens\n"
+        f"{source}"
     )
     print_splits(title, outcome, common, Console())
 

@@ -68,17 +68,15 @@ class Machine:
         if peak <= 0 or memory <= 0:
             raise UserError(
                 f"profile {name}: peak TFLOP/s and memory of a GPU must be known and above 0, as "
-                "for the shipped profiles of "
-                "GPUs: give --peak-tflops and --memory-gb"
+                "for the shipped profiles of GPUs: give --peak-tflops and --memory-gb"
             )
         if described is None:
             model = PRESETS["llama-3.1-8b"].model_copy(update={"vocab_size": LLAMA_3_VOCABULARY})
         else:
             if described.dtype != DTYPE:
                 raise UserError(
-                    f"profile {name} is for {described.dtype}, but splits are for runs in {DTYPE}: "
-                    "measure a profile with "
-                    f"--train.dtype {DTYPE}"
+                    f"profile {name} is for {described.dtype}, but splits are for runs in "
+                    f"{DTYPE}: measure a profile with --train.dtype {DTYPE}"
                 )
             model = described.model
             profile = scale(profile, described.work, work_of(model.spec, DTYPE))

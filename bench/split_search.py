@@ -306,9 +306,7 @@ def _nothing_fits(outcome: SearchResult, gpus: int, memory_bytes: int) -> str:
             f"{outcome.least_bytes / 2**30:,.1f} GiB)"
         )
     return (
-        f"no split of {gpus} GPUs can hold this model and these documents: of {outcome.possible:,} "
-        "splits, "
-        f"{' and '.join(reasons)}{least}: "
-        "use more GPUs, more tokens per rank, a smaller --max-length of documents, or a smaller "
-        "model"
+        f"no split of {gpus} GPUs can hold this model and these documents: of "
+        f"{outcome.possible:,} splits, {' and '.join(reasons)}{least}: use more GPUs, more tokens "
+        "per rank, a smaller --max-length of documents, or a smaller model"
     )

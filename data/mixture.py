@@ -92,10 +92,9 @@ class Mixture:
             if share * global_tokens > MOST_EPOCHS * sampler.tokens:
                 raise SamplerError(
                     f"store {source.path} has {sampler.tokens:,} tokens and a share of "
-                    f"{share:.2%}: a step of "
-                    f"{global_tokens:,} tokens would read them more than {MOST_EPOCHS} times; "
-                    "lower its weight or "
-                    "batch.global_tokens, or prepare more text"
+                    f"{share:.2%}: a step of {global_tokens:,} tokens would read them more than "
+                    f"{MOST_EPOCHS} times; lower its weight or batch.global_tokens, or prepare "
+                    "more text"
                 )
 
     def lines(self, tokens: int) -> list[str]:
@@ -103,8 +102,8 @@ class Mixture:
         mix, which steps exceed."""
         return [
             f"{source.path}: {len(source.documents):,} documents, {sampler.tokens:,} tokens to "
-            f"train on, {share:.2%} of the "
-            f"mix: at least {share * tokens / sampler.tokens:.3g} epochs"
+            f"train on, {share:.2%} of the mix: at least {share * tokens / sampler.tokens:.3g} "
+            "epochs"
             for source, sampler, share in zip(self.sources, self.samplers, self.shares, strict=True)
         ]
 

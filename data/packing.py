@@ -242,8 +242,7 @@ def pack_documents(
     if plan.trees and shift:
         raise PackingError(
             f"the plan has {len(plan.trees)} trees, in which a token may have several next ones, "
-            f"but shift is {shift}: "
-            "pack what merge_prefixes returns by pack_merged"
+            f"but shift is {shift}: pack what merge_prefixes returns by pack_merged"
         )
     tokens = _arrays("documents", documents, plan)
     unshifted = tokens if labels is None else _arrays("labels", labels, plan, ignored=IGNORED_LABEL)
@@ -333,16 +332,14 @@ def _check_seq2seq(plan: Plan, sources: list[Ids], targets: list[Ids], labels: l
     if not len(sources) == len(targets) == len(labels) == len(plan.lengths):
         raise PackingError(
             f"there are {len(sources)} sources, {len(targets)} targets and {len(labels)} labels, "
-            "but the plan has "
-            f"{len(plan.lengths)} documents: make it from these documents"
+            f"but the plan has {len(plan.lengths)} documents: make it from these documents"
         )
     for document, (source, target, label) in enumerate(zip(sources, targets, labels, strict=True)):
         if source.ndim != 1 or target.ndim != 1 or label.shape != target.shape:
             raise PackingError(
                 f"document {document} has a source of shape {list(source.shape)}, a target of "
-                f"{list(target.shape)} and labels "
-                f"of {list(label.shape)}: give one axis of token ids each, and as many labels as "
-                "targets"
+                f"{list(target.shape)} and labels of {list(label.shape)}: give one axis of token "
+                "ids each, and as many labels as targets"
             )
         if (
             not len(source)
@@ -351,8 +348,8 @@ def _check_seq2seq(plan: Plan, sources: list[Ids], targets: list[Ids], labels: l
         ):
             raise PackingError(
                 f"document {document} has {len(source)} source and {len(target)} target tokens, "
-                "but in the plan "
-                f"{plan.lengths[document]}: give one or more of each, and plan their sum"
+                f"but in the plan {plan.lengths[document]}: give one or more of each, and plan "
+                "their sum"
             )
 
 
@@ -369,8 +366,8 @@ def _arrays(
         if array.shape != (length,):
             raise PackingError(
                 f"{name}[{document}] has shape {list(array.shape)}, but the plan's document "
-                f"{document} has {length} tokens: "
-                "give one axis of token ids per document, in the order that the plan was made from"
+                f"{document} has {length} tokens: give one axis of token ids per document, in the "
+                "order that the plan was made from"
             )
     return arrays
 

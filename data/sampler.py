@@ -88,15 +88,13 @@ def _check_step(global_tokens: int, tokens: int, pieces: int) -> None:
     if global_tokens > MOST_EPOCHS * tokens:
         raise SamplerError(
             f"global_tokens is {global_tokens:,}: a step would read all {tokens:,} tokens of the "
-            "store more than "
-            f"{MOST_EPOCHS} times; lower batch.global_tokens, or prepare more text"
+            f"store more than {MOST_EPOCHS} times; lower batch.global_tokens, or prepare more text"
         )
     if global_tokens > MOST_PIECES * (tokens / pieces):
         raise SamplerError(
-            f"global_tokens is {global_tokens:,}: with {tokens / pieces:,.0f} tokens per document, "
-            "a step would have "
-            f"more than {MOST_PIECES:,} of them; lower batch.global_tokens, or raise "
-            "data.max_length"
+            f"global_tokens is {global_tokens:,}: with {tokens / pieces:,.0f} tokens per "
+            f"document, a step would have more than {MOST_PIECES:,} of them; lower "
+            "batch.global_tokens, or raise data.max_length"
         )
 
 

@@ -179,8 +179,7 @@ def _keys(sequences: Sequence[Tokens], labels: Sequence[Tokens] | None) -> list[
         if ids.ndim != 1 or not len(ids) or label.shape != ids.shape:
             raise PackingError(
                 f"sequence {number} has tokens of shape {list(ids.shape)} and labels of "
-                f"{list(label.shape)}: give one axis of "
-                "at least one token, and as many labels"
+                f"{list(label.shape)}: give one axis of at least one token, and as many labels"
             )
     return [
         np.stack([ids, np.append(label[1:], IGNORED_LABEL)], axis=1)

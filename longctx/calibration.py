@@ -210,8 +210,7 @@ def ranks_per_node(mesh: Mesh, local_rank: int) -> int:
     if len(held) > 1:
         raise UserError(
             f"nodes have {', '.join(map(str, held))} ranks, but the cost model supports only one "
-            "number: start the same "
-            "number of processes on every node"
+            "number: start the same number of processes on every node"
         )
     return held[0]
 
@@ -392,8 +391,8 @@ def _matrices(run: TimedRun) -> tuple[float, float, float]:
     if not all(map(math.isfinite, seconds)):
         raise UserError(
             f"{most} tokens per rank, without attention, exceed GPU memory: lower "
-            "batch.tokens_per_rank (the profile may use "
-            "a smaller value than training), or set train.recompute"
+            "batch.tokens_per_rank (the profile may use a smaller value than training), or set "
+            "train.recompute"
         )
     return (*fit_line(counts, seconds), max(0.0, whole - seconds[0]))
 

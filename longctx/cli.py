@@ -47,8 +47,8 @@ COMMANDS = (
 )
 
 PROCESSES_HELP = (
-    "start N processes on this machine, by torchrun (default: this process; on "
-    "several machines, start torchrun on each)"
+    "start N processes on this machine, by torchrun (default: this process; on several machines, "
+    "start torchrun on each)"
 )
 
 _OVERRIDE = re.compile(r"--[A-Za-z_-]+\.[^=\s]+(=.*)?", re.DOTALL)
@@ -163,9 +163,8 @@ def _check_package() -> None:
         ):
             raise UserError(
                 f"another program, longctx {other.version} of the package registry, is installed "
-                "over this one: "
-                "pip uninstall longctx longctx-train, then pip install . in the folder of "
-                "longctx's source code"
+                "over this one: pip uninstall longctx longctx-train, then pip install . in the "
+                "folder of longctx's source code"
             )
 
 

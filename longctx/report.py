@@ -62,10 +62,9 @@ def _first_line(run: Run, trainer: Trainer) -> str:
     stores = "store" if len(store.sources) == 1 else "stores"
     return (
         f"{parameters} on {run.launch.world_size} ranks "
-        f"({computed_by(config, model.spec, run.device.type)}), "
-        f"{start}; {stores} {store.description}: {len(store):,} documents, {int(store.lengths.sum()):,} "
-        "tokens; "
-        f"run folder {config.train.run_dir}"
+        f"({computed_by(config, model.spec, run.device.type)}), {start}; {stores} "
+        f"{store.description}: {len(store):,} documents, {int(store.lengths.sum()):,} tokens; run "
+        f"folder {config.train.run_dir}"
     )
 
 

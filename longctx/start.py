@@ -168,7 +168,7 @@ def _prepare(
         raise UserError(
             f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}"
         )
-    run = Run.open(config, returns=step is not None, traced=traced)
+    run = Run.open(config, rewinds=step is not None, traced=traced)
     config = run.config
     raise_together(checks_before_joining(run))
     check_memory(run)  # plans steps, which needs settings and data that go together

@@ -468,7 +468,7 @@ def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
     assert (
         loaded.data.store is None
         and loaded.data.paths == [Path("a"), Path("b")]
-        and loaded.data.said == "a, b"
+        and loaded.data.description == "a, b"
     )
     assert config.load(written(tmp_path, loaded.to_yaml())) == loaded
     assert Config().data.paths == [Path("stores/python-stdlib")]

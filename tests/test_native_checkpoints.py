@@ -40,7 +40,7 @@ TOKENS = torch.randint(0, BASE["vocab_size"], (LENGTH,), generator=torch.Generat
 def native(checkpoint: Path) -> PretrainedDecoder:
     """The native decoder with a checkpoint's weights, in float64."""
     source = pretrained(str(checkpoint), (), "native", False)
-    assert source.said == "the native decoder runs it, as model.implementation says"
+    assert source.description == "the native decoder runs it, as model.implementation says"
     ours = source.build()
     ours.initialize(0)
     return ours.double()

@@ -70,8 +70,8 @@ def main(command: str = "check") -> int:
     if found:
         print("denser than tools/ratchet.json allows:", *found, sep="\n  ")
         print(
-            "`python -m tools.density list ROOM` prints the places; "
-            "`python -m tools.ratchet write` accepts the figures, with a reason in the commit."
+            "`python -m tools.density list ROOM` prints the places; `python -m tools.ratchet "
+            "write` accepts the figures, with a reason in the commit."
         )
     return int(bool(found))
 

@@ -20,9 +20,10 @@ from longctx.data.records.tokenizer import Spans, TokenArray, Tokenizer, TokenWe
 from longctx.errors import UserError
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
-    "}}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
 )
 """The same template in Jinja, for transformers."""
 TEMPLATE_FILE = "chat_template.jinja"
@@ -40,9 +41,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 TEXTS = ("content", *REASONING)
 """Keys of a message whose value is a text, or a list of texts."""
 TOOLS_WAY_OUT = (
-    "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), or "
-    "give such a template "
-    "with it (--chat-template FILE)"
+    "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), "
+    "or give such a template with it (--chat-template FILE)"
 )
 
 

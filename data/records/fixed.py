@@ -57,12 +57,10 @@ def with_day(template: str, date: str | None) -> str:
     codes = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _SHORT]
     values = {code: midnight.strftime(code) for code in codes}
     macro = (
-        f"{{%- macro {ASKS_THE_DAY}(format) %}}{{% set day = namespace(text=format) %}}"
-        f"{{% for code, value in {values!r}.items() %}}{{% set day.text = day.text.replace(code, "
-        f"value) %}}{{% endfor %}}"
-        "{% if '%' in day.text %}{{ raise_exception('the format ' ~ format ~ ' of the time is not "
-        "known') }}{% endif %}"
-        "{{ day.text }}{% endmacro -%}\n"
+        f"{{%- macro {ASKS_THE_DAY}(format) %}}{{% set day = namespace(text=format) %}}{{% for "
+        f"code, value in {values!r}.items() %}}{{% set day.text = day.text.replace(code, value) "
+        "%}{% endfor %}{% if '%' in day.text %}{{ raise_exception('the format ' ~ format ~ "
+        "' of the time is not known') }}{% endif %}{{ day.text }}{% endmacro -%}\n"
     )
     return macro + template
 
@@ -71,10 +69,8 @@ def unpinned() -> TemplateError:
     """Returns the error of a template that asks for the day where none is pinned."""
     return TemplateError(
         f"the chat template asks for the day ({ASKS_THE_DAY}), by which the store would differ "
-        "tomorrow: give the day that "
-        "conversations shall have (--date YEAR-MONTH-DAY), or set the variable that the template "
-        "takes for it, if it has one "
-        "(--template-set date_string=..)"
+        "tomorrow: give the day that conversations shall have (--date YEAR-MONTH-DAY), or set the "
+        "variable that the template takes for it, if it has one (--template-set date_string=..)"
     )
 
 
@@ -120,8 +116,7 @@ def check_places(rendered: str, said: Iterable[str]) -> None:
         if not any(found in text for text in texts):
             raise TemplateError(
                 f"the chat template prints {found}, an object of Python that is elsewhere in each "
-                "process: correct the "
-                "template (--chat-template FILE)"
+                "process: correct the template (--chat-template FILE)"
             )
 
 
@@ -135,6 +130,6 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     if dropout:
         raise TokenizerError(
             f"the tokenizer draws by chance (dropout is {dropout} in the model of its "
-            "tokenizer.json), so each preparation "
-            "would give other tokens: set dropout to null there"
+            "tokenizer.json), so each preparation would give other tokens: set dropout to null "
+            "there"
         )

@@ -236,9 +236,8 @@ def _refuse_media(record: Mapping[str, Any], document: Document) -> None:
             way_out = f"remove `{key}`"
         raise FormatError(
             f"a text has the mark {mark!r}, and the record the key `{key}`, but no file is read, "
-            "so that the mark would be "
-            f"learnt as a text: {WITH_IMAGES}, or remove the record; if the mark is a text, "
-            f"{way_out}"
+            f"so that the mark would be learnt as a text: {WITH_IMAGES}, or remove the record; if "
+            f"the mark is a text, {way_out}"
         )
 
 
@@ -252,8 +251,7 @@ def _refuse_marks(record: Mapping[str, Any]) -> None:
         if mark in BAD or (key in MARKS and mark in ("0", "1")):
             raise FormatError(
                 f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record or "
-                "the key, or train with it "
-                f"inside TRL's KTOTrainer, {BY_ONE_CALL}"
+                f"the key, or train with it inside TRL's KTOTrainer, {BY_ONE_CALL}"
             )
 
 
@@ -317,10 +315,8 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
         return "text"  # of a record that has null there: it is empty
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and "
-        "completion, instruction and output, or "
-        f"input_ids, only {', '.join(names) or 'nothing'}: name the text column with "
-        "--text-column, or rename the keys of a "
-        "conversation"
+        f"completion, instruction and output, or input_ids, only {', '.join(names) or 'nothing'}: "
+        "name the text column with --text-column, or rename the keys of a conversation"
     )
 
 

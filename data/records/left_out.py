@@ -74,8 +74,8 @@ def left_out(
         if names and turn not in shown:
             raise ChatError(
                 f"message {turn} would be an empty answer, as {by} leaves out its "
-                f"{' and '.join(names)}: use a template that "
-                "shows them (--chat-template FILE), or remove the conversation"
+                f"{' and '.join(names)}: use a template that shows them (--chat-template FILE), "
+                "or remove the conversation"
             )
     return missing
 

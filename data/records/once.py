@@ -75,8 +75,7 @@ def check_tables(folder: Path, folders: Iterable[str], names: Iterable[str]) -> 
     for kind in kinds:
         raise CorpusError(
             f"{folder} is a table of {kind}, of which only its log tells which files are current: "
-            "write the current version "
-            "as Parquet files into a folder of its own"
+            "write the current version as Parquet files into a folder of its own"
         )
 
 
@@ -172,8 +171,7 @@ def _packed(records: Sequence[Path]) -> set[Path]:
             if beside:
                 raise CorpusError(
                     f"{file} and {beside[0]} have the same name but for the compression, and "
-                    "different records: remove the one "
-                    "that is out of date, or rename it"
+                    "different records: remove the one that is out of date, or rename it"
                 )
             read[digest] = file
     return again

@@ -69,8 +69,7 @@ class Pretrained:
         except ImportError as error:
             raise TokenizerError(
                 f"reading a checkpoint's tokenizer needs transformers: {install('huggingface')}, "
-                "or give the path of "
-                "its tokenizer.json"
+                "or give the path of its tokenizer.json"
             ) from error
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -87,15 +86,13 @@ class Pretrained:
         if backend is None:
             raise TokenizerError(
                 f"the tokenizer of {name} ({type(loaded).__name__}) does not use the `tokenizers` "
-                "library: "
-                "give a checkpoint with a tokenizer.json"
+                "library: give a checkpoint with a tokenizer.json"
             )
         if loaded.split_special_tokens:
             raise TokenizerError(
                 f"the tokenizer of {name} has split_special_tokens, by which transformers reads "
-                "marks of its chat template as "
-                "characters: remove it from tokenizer_config.json; --special-tokens-as-text is for "
-                "special tokens in texts"
+                "marks of its chat template as characters: remove it from tokenizer_config.json; "
+                "--special-tokens-as-text is for special tokens in texts"
             )
         backend.no_padding()  # which a tokenizer.json may ask for
         backend.no_truncation()
@@ -137,9 +134,8 @@ def save_with_tokens(name: str, tokens: Sequence[str], folder: Path) -> None:
 def _from_hub(name: str) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise TokenizerError(
-            f"tokenizer {name!r} is neither a file, nor a folder, nor a name on the hub: give bpe, "
-            "bytes, the path of a "
-            "tokenizer.json, or the folder of a checkpoint"
+            f"tokenizer {name!r} is neither a file, nor a folder, nor a name on the hub: give "
+            "bpe, bytes, the path of a tokenizer.json, or the folder of a checkpoint"
         )
     try:
         from huggingface_hub import snapshot_download
@@ -148,8 +144,7 @@ def _from_hub(name: str) -> Path:
     except Exception as error:  # from the network, the hub, or a missing package
         raise TokenizerError(
             f"tokenizer {name!r} is not a local file or folder, and cannot be downloaded from the "
-            f"hub: {first_line(error)}; "
-            "give the folder of a checkpoint"
+            f"hub: {first_line(error)}; give the folder of a checkpoint"
         ) from error
 
 

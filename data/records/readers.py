@@ -394,11 +394,9 @@ def _asked(name: str, ask: Callable[[], Any]) -> Any:
     except Exception as error:  # of the network, the hub and the data set
         raise CorpusError(
             f"source {name!r} is no file or folder, and `datasets` cannot read it from the hub "
-            f"({type(error).__name__}: "
-            f"{brief(error)}): correct the path, or the name, --subset, --split or --revision. "
-            "Without a network, a data set "
-            f"must be in the cache {datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), "
-            "or in a folder that "
+            f"({type(error).__name__}: {brief(error)}): correct the path, or the name, --subset, "
+            "--split or --revision. Without a network, a data set must be in the cache "
+            f"{datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), or in a folder that "
             "`save_to_disk` wrote: give that folder"
         ) from error
 

@@ -44,8 +44,7 @@ _EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
 
 WAY_OUT = (
     "use a template that marks generated text with {% generation %} (--chat-template FILE), use "
-    "ChatML "
-    "(--chat-template chatml), or train on every token (--train-on all)"
+    "ChatML (--chat-template chatml), or train on every token (--train-on all)"
 )
 
 
@@ -271,8 +270,8 @@ class Template:
                 raise unpinned() from error
             raise ChatError(
                 f"the chat template refuses this conversation: {type(error).__name__}: {error}; "
-                "correct or remove the "
-                "conversation, or use another template (--chat-template FILE)"
+                "correct or remove the conversation, or use another template (--chat-template "
+                "FILE)"
             ) from error
         return text, spans[0] if marks else []
 
@@ -437,9 +436,8 @@ class Template:
         """
         unclear = ChatError(
             f"message {turn} has parts with a loss of their own, but the chat template does not "
-            "show where each begins and "
-            "ends: write the parts as messages of their own, or use another template "
-            "(--chat-template FILE or chatml)"
+            "show where each begins and ends: write the parts as messages of their own, or use "
+            "another template (--chat-template FILE or chatml)"
         )
         if _MARK.search(whole):
             raise unclear
@@ -541,8 +539,8 @@ class Template:
         except ChatError as error:
             raise ChatError(
                 f"the chat template does not show where the assistant's turn (message {turn}) "
-                "begins and ends, as it refuses "
-                f"the messages up to there alone ({error.__cause__}): {WAY_OUT}"
+                "begins and ends, as it refuses the messages up to there alone "
+                f"({error.__cause__}): {WAY_OUT}"
             ) from error
         if not (whole.startswith(full) and full.startswith(prompt)):
             if not whole.startswith(prompt):
@@ -551,8 +549,8 @@ class Template:
                 where = "the messages up to its end"
             raise ChatError(
                 f"the chat template does not show where the assistant's turn (message {turn}) "
-                "begins and ends, as it renders "
-                f"{where} differently when more messages follow: {WAY_OUT}"
+                f"begins and ends, as it renders {where} differently when more messages follow: "
+                f"{WAY_OUT}"
             )
         text = full.rstrip()  # white space after the end-of-turn token is not generated
         ends = len(text) > len(prompt) and self._tokenizer.special_tokens(

@@ -64,8 +64,8 @@ def token_ids(record: dict[str, Any]) -> tuple[Ids, TokenWeights | None, set[str
         if (place := _first(learned & (values != tokens))) is not None:
             raise FormatError(
                 f"`labels` has {values[place]} at position {place}, where `input_ids` has "
-                f"{tokens[place]}: labels must be the "
-                f"ids themselves, not shifted by one, or {IGNORED_LABEL} for no loss"
+                f"{tokens[place]}: labels must be the ids themselves, not shifted by one, or "
+                f"{IGNORED_LABEL} for no loss"
             )
         return tokens, learned, {"input_ids", key}
     allowed = are_weights(values) if key in WEIGHTS else (values == 0) | (values == 1)

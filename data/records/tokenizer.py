@@ -37,8 +37,8 @@ END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[SEP]")
 """End-of-document tokens to look for in a given tokenizer.json, in this order."""
 ANOTHER_TOKENIZER = (
-    "use a tokenizer that represents every character, such as --tokenizer bpe or "
-    "bytes, or one with byte fallback"
+    "use a tokenizer that represents every character, such as --tokenizer bpe or bytes, or one "
+    "with byte fallback"
 )
 LARGEST_VOCABULARY = (1 << 31) - 1
 LARGEST_TRAINED = 1 << 24
@@ -85,9 +85,8 @@ class Tokenizer:
         )
         if not self.end_of_document_token:
             raise TokenizerError(
-                f"none of {', '.join(candidates)} is in the vocabulary: name the token that ends a "
-                "document "
-                "(--end-of-document TOKEN)"
+                f"none of {', '.join(candidates)} is in the vocabulary: name the token that ends "
+                "a document (--end-of-document TOKEN)"
             )
         self.end_of_document = vocabulary[self.end_of_document_token]
         content = json.loads(text)
@@ -111,9 +110,8 @@ class Tokenizer:
         if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_TRAINED:
             raise TokenizerError(
                 f"vocabulary size is {vocab_size}: byte-level BPE needs at least "
-                f"{SMALLEST_VOCABULARY} (256 bytes and the end "
-                "of a document; for less, use --tokenizer bytes), and it must be at most "
-                f"{LARGEST_TRAINED}; 4096 to 262144 "
+                f"{SMALLEST_VOCABULARY} (256 bytes and the end of a document; for less, use "
+                f"--tokenizer bytes), and it must be at most {LARGEST_TRAINED}; 4096 to 262144 "
                 "are usual"
             )
         inner = _byte_level(models.BPE())
@@ -222,8 +220,7 @@ class Tokenizer:
         if self.kept and (lost := text.encode().translate(None, self.kept)):
             raise TokenizerError(
                 f"the tokenizer would drop bytes of a text that begins with {text[:40]!r}: it "
-                f"lacks {lost[:4]!r}; "
-                f"remove the characters, or {ANOTHER_TOKENIZER}"
+                f"lacks {lost[:4]!r}; remove the characters, or {ANOTHER_TOKENIZER}"
             )
 
     def covered(self, text: str) -> tuple[int, int]:

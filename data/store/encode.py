@@ -149,8 +149,8 @@ class Encoder:
         if self.request.long_documents not in TRUNCATED:
             raise ChatError(
                 f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length "
-                f"{limit:,}: give --long-documents "
-                "drop, truncate_left (keeps the end) or truncate_right, or raise --max-length"
+                f"{limit:,}: give --long-documents drop, truncate_left (keeps the end) or "
+                "truncate_right, or raise --max-length"
             )
         if self.request.long_documents == "truncate_left":
             span = slice(-limit, None)
@@ -168,10 +168,9 @@ class Encoder:
         )
         if spelled and self.request.special_as_text:
             raise ChatError(
-                f"{document.name}: a message contains a special token, which stays one in the chat "
-                "template's text: remove it, "
-                "give --chat-template chatml, which keeps it as text, or omit "
-                "--special-tokens-as-text"
+                f"{document.name}: a message contains a special token, which stays one in the "
+                "chat template's text: remove it, give --chat-template chatml, which keeps it as "
+                "text, or omit --special-tokens-as-text"
             )
         spans = rendered.spans or ()
         tokens, trained, straddling = self.tokenizer.encode_spans(rendered.text, spans)
@@ -200,8 +199,8 @@ class Encoder:
             place = int(wrong.argmax())
             raise TokenizerError(
                 f"{document.name} has token {ids[place]} at position {place}, but the tokenizer "
-                f"has {size:,} tokens: name the "
-                "tokenizer that the token ids are from (--tokenizer)"
+                f"has {size:,} tokens: name the tokenizer that the token ids are from "
+                "(--tokenizer)"
             )
         return EncodedDocument(document, ids.astype(self.tokenizer.dtype), document.learned)
 

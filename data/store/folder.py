@@ -60,9 +60,8 @@ def present(out: Path, request: str, overwrite: bool) -> Manifest | None:
         return None
     raise StoreError(
         f"{out} holds a store of another source or other settings ({manifest.source}, "
-        f"{manifest.documents:,} documents, vocabulary of {manifest.vocab_size:,}): choose another "
-        "--out, or replace it with "
-        "--overwrite"
+        f"{manifest.documents:,} documents, vocabulary of {manifest.vocab_size:,}): choose "
+        "another --out, or replace it with --overwrite"
     )
 
 

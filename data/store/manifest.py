@@ -150,9 +150,8 @@ class Manifest(SourceCounts, Counts):
             return ""
         return (
             f"{self.unknown_tokens:,} of {self.tokens:,} tokens are unknown ones, for text that "
-            "the tokenizer lacks, in "
-            f"{self.unknown_documents:,} of {self.documents:,} documents; the first is "
-            f"{self.unknown_name}"
+            f"the tokenizer lacks, in {self.unknown_documents:,} of {self.documents:,} documents; "
+            f"the first is {self.unknown_name}"
         )
 
     def save(self, folder: Path) -> None:

@@ -231,11 +231,9 @@ def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
             covered = covered + counts[1]
     if 2 * covered < characters:
         raise TokenizerError(
-            f"the tokenizer makes no token of {characters - covered:,} of the first {characters:,} "
-            "characters (white space not "
-            "counted), which its normalizer or pre-tokenizer removes; more than half of the text "
-            "must be kept: "
-            f"{ANOTHER_TOKENIZER}"
+            f"the tokenizer makes no token of {characters - covered:,} of the first "
+            f"{characters:,} characters (white space not counted), which its normalizer or "
+            f"pre-tokenizer removes; more than half of the text must be kept: {ANOTHER_TOKENIZER}"
         )
 
 
@@ -251,8 +249,7 @@ def _check_targets(
     if written.dropped_documents and not written.documents:
         raise CorpusError(
             f"all {written.dropped_documents:,} conversations of {corpus.source!r} have more than "
-            f"{max_length:,} tokens: raise "
-            "--max-length"
+            f"{max_length:,} tokens: raise --max-length"
         )
     if not written.documents:
         left_out = [

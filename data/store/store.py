@@ -192,8 +192,8 @@ class Store:
             if store.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise StoreError(
                     f"store {store.path} was made with another tokenizer than store {first.path}: "
-                    "prepare both with the same "
-                    f"tokenizer (`longctx prepare --tokenizer {shell(first.path / TOKENIZER)}`)"
+                    "prepare both with the same tokenizer (`longctx prepare --tokenizer "
+                    f"{shell(first.path / TOKENIZER)}`)"
                 )
         ends = itertools.accumulate(map(len, stores))
         sources = [

@@ -52,8 +52,8 @@ class RingInnerAttention(Module):
         if not isinstance(attention_masks, RingAttention) or len(q) != 1:
             raise ValueError(
                 f"this model has ring attention, but got {type(attention_masks).__name__} for "
-                f"{len(q)} rows of tokens: call it "
-                "with attention_masks=RingAttention(layout), and with all documents in one row"
+                f"{len(q)} rows of tokens: call it with attention_masks=RingAttention(layout), "
+                "and with all documents in one row"
             )
         if scale is not None and scale != q.shape[-1] ** -0.5:
             raise ValueError(f"scale is {scale}: only the square root of 1 / head_dim is supported")

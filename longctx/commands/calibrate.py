@@ -41,15 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=a_name,
         metavar="PROFILE",
         help="profile for constants that are not measured: overlap, the penalty of splitting, on "
-        "one process the network "
-        "(default: by device, as for context.profile)",
+        "one process the network (default: by device, as for context.profile)",
     )
     parser.epilog = (
         "No store is needed: tokens are drawn at random from a vocabulary of model.vocab_size "
-        f"(default: {VOCABULARY}).\nUse the settings of the run: the profile depends on model, "
-        "dtype, recomputation and tokens "
-        "per rank.\nOn several processes, to measure the exchange as well: "
-        "longctx calibrate run.yaml --processes 8 --out my.yaml\n\n" + overview()
+        f"(default: {VOCABULARY}).\n"
+        "Use the settings of the run: the profile depends on model, dtype, recomputation and "
+        "tokens per rank.\n"
+        "On several processes, to measure the exchange as well: longctx calibrate run.yaml "
+        "--processes 8 --out my.yaml\n"
+        "\n" + overview()
     )
 
 
@@ -70,15 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     if config.pipeline.ranks > 1:
         raise UserError(
             f"parallel.pipeline_parallel_size is {config.pipeline.ranks}, but profiles are "
-            "measured without a pipeline, and "
-            "scaled to the layers of each rank in training: omit it"
+            "measured without a pipeline, and scaled to the layers of each rank in training: omit "
+            "it"
         )
     if config.model.from_pretrained is not None:
         raise UserError(
             f"model.from_pretrained is {config.model.from_pretrained}, but profiles are measured "
-            "with the native decoder, and "
-            "scaled to the checkpoint in training: omit it, and set similar sizes, such as "
-            "--model.hidden_size"
+            "with the native decoder, and scaled to the checkpoint in training: omit it, and set "
+            "similar sizes, such as --model.hidden_size"
         )
     device = prepare_device(config.train.device, launch)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -128,9 +128,10 @@ def _draw(measured: "Measured", out: Path) -> None:
     console.print(table, highlight=False)
     check = measured.check
     console.print(
-        f"\none step of {check['documents']} documents, {check['tokens']:,} tokens: predicted "
-        f"{check['predicted_s']:.4g} s, "
-        f"measured {check['measured_s']:.4g} s ({check['error']:+.1%})",
+        "\n"
+        f"one step of {check['documents']} documents, {check['tokens']:,} tokens: predicted "
+        f"{check['predicted_s']:.4g} s, measured {check['measured_s']:.4g} s "
+        f"({check['error']:+.1%})",
         highlight=False,
     )
     if not abs(check["error"]) <= FAR_OFF:

@@ -42,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         type=parse_baseline,
         metavar="static:DEGREE",
-        help="fixed static baseline: the degree in use today, for all steps (default: the smallest "
-        "power of two that holds "
-        "the longest document)",
+        help="fixed static baseline: the degree in use today, for all steps (default: the "
+        "smallest power of two that holds the longest document)",
     )
     parser.add_argument(
         "--long-documents",

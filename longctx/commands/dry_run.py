@@ -148,8 +148,8 @@ def _step_line(number: int, step: StepPlans) -> str:
     row = (
         f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  "
         f"{len(plan.micro_batches):13}  {plan.makespan_s:7.3f} s  {plan.gap:4.1%}  "
-        f"{plan.idle_share:4.1%}  {plan.exposed_share:7.1%}  "
-        f"{static.makespan_s:7.3f} s ({static.winner})"
+        f"{plan.idle_share:4.1%}  {plan.exposed_share:7.1%}  {static.makespan_s:7.3f} s "
+        f"({static.winner})"
     )
     return f"{row:101}  {degrees}"
 

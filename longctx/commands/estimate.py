@@ -45,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the estimate in bytes as JSON")
     parser.epilog = (
         "The documents of the first steps are used if the store exists. Otherwise set "
-        "model.vocab_size; the estimate then is "
-        "for a full rank\nwith its share of the longest document. For a run on GPUs, on a machine "
-        "without one, add "
+        "model.vocab_size; the estimate then is for a full rank\n"
+        "with its share of the longest document. For a run on GPUs, on a machine without one, add "
         "--train.device cuda. Of a checkpoint, config.json is enough: --model.from_pretrained "
-        "FOLDER\n\n" + overview()
+        "FOLDER\n"
+        "\n" + overview()
     )
 
 
@@ -78,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(*of_run.verdict(config, changes, memory), sep="\n")
     print(
         f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} "
-        f"rank{'s' * (ranks > 1)}"
-        f"{assumed(config.train.device)}, "
+        f"rank{'s' * (ranks > 1)}{assumed(config.train.device)}, "
         f"{f'the first steps of {config.data.description}' if store else 'a full rank (no store)'}"
     )
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
@@ -115,7 +114,6 @@ def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
     if config.model_source().spec.vocab_size is None:
         raise UserError(
             f"store {config.data.description} not found, and model.vocab_size is null: set "
-            "--model.vocab_size, or --data.store to an "
-            "existing store"
+            "--model.vocab_size, or --data.store to an existing store"
         )
     return None, config.model_source(config.model.vocab_size).spec

@@ -150,9 +150,9 @@ def _report(
         return
     overall = report.overall
     print(
-        f"{target.described} on {documents.store.description}: loss {overall.loss:.4f}, perplexity "
-        f"{overall.perplexity:.3f} over "
-        f"{overall.tokens:,} tokens of {overall.documents:,} documents"
+        f"{target.described} on {documents.store.description}: loss {overall.loss:.4f}, "
+        f"perplexity {overall.perplexity:.3f} over {overall.tokens:,} tokens of "
+        f"{overall.documents:,} documents"
     )
     if documents.long:
         done = {None: "split", "split": "split", "drop": "dropped"}.get(

@@ -146,9 +146,8 @@ def _checked(arguments: argparse.Namespace) -> int:
     if is_torchelastic_launched():
         raise UserError(
             "torchrun started this process, but finetune starts its own: omit torchrun, and give "
-            "--processes; on several "
-            "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train "
-            "OUT/finetune.yaml"
+            "--processes; on several machines, use --prepare-only without torchrun, and then "
+            "torchrun .. -m longctx train OUT/finetune.yaml"
         )
     if is_task():
         raise UserError(other_tasks())
@@ -209,8 +208,7 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     if {"store", "stores"} & chosen.data.model_fields_set:
         raise UserError(
             "data.store or data.stores is set, but finetune trains on its DATA argument: omit the "
-            "setting, or prepare each "
-            "source (longctx prepare --tokenizer) and run `longctx train`"
+            "setting, or prepare each source (longctx prepare --tokenizer) and run `longctx train`"
         )
     _check_out(out, arguments.overwrite)
     return chosen
@@ -284,8 +282,8 @@ def _check_out(out: Path, overwrite: bool) -> None:
     if overwrite and (steps := checkpoint.steps(out)):
         raise UserError(
             f"{out} contains a run trained to step {steps[-1]}, whose data cannot be replaced: "
-            "give the model and data of that "
-            "run, without --overwrite, to resume it; or choose another --out, or remove the folder"
+            "give the model and data of that run, without --overwrite, to resume it; or choose "
+            "another --out, or remove the folder"
         )
 
 
@@ -361,7 +359,6 @@ def _summary(config: Config, store: "Store", ranks: int) -> str:
     share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
     return (
         f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens "
-        f"({share:.0%} with loss) on "
-        f"{ranks} ranks; peak learning rate {config.optimizer.learning_rate:g}; "
-        f"settings in {config.train.run_dir / 'finetune.yaml'}"
+        f"({share:.0%} with loss) on {ranks} ranks; peak learning rate "
+        f"{config.optimizer.learning_rate:g}; settings in {config.train.run_dir / 'finetune.yaml'}"
     )

@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Nothing is saved. Give the profile of this machine, for predictions: longctx measure "
-        "run.yaml --processes 8 "
-        "--context.profile my.yaml\n\n" + overview()
+        "run.yaml --processes 8 --context.profile my.yaml\n"
+        "\n" + overview()
     )
 
 

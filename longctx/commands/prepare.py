@@ -38,12 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=a_name,
         default="python-stdlib",
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as "
-        ".gz or .zst, .parquet, .arrow, "
-        "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, "
-        "OWNER/NAME of the hub, or "
-        "python-stdlib, the source of this Python's standard library. Records may be messages, "
-        "ShareGPT conversations, prompt and completion, instruction and output, text, "
-        "or token ids (with a --tokenizer); the format is detected by the keys",
+        ".gz or .zst, .parquet, .arrow, Megatron's .idx with .bin) or text, a folder of "
+        "those, a dataset saved by `datasets`, OWNER/NAME of the hub, or python-stdlib, the "
+        "source of this Python's standard library. Records may be messages, ShareGPT "
+        "conversations, prompt and completion, instruction and output, text, or token ids "
+        "(with a --tokenizer); the format is detected by the keys",
     )
     parser.add_argument(
         "--out",
@@ -73,9 +72,8 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
         type=a_name,
         default="bpe",
         help="bpe: train a byte-level BPE on the source; bytes: one token per byte; the path of a "
-        "tokenizer.json; or a "
-        "transformers checkpoint (a folder, or OWNER/NAME on the hub), whose end-of-text token and "
-        "chat template are used too",
+        "tokenizer.json; or a transformers checkpoint (a folder, or OWNER/NAME on the hub), "
+        "whose end-of-text token and chat template are used too",
     )
     parser.add_argument(
         "--end-of-document",
@@ -95,8 +93,7 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
         default="auto",
         metavar="auto|chatml|FILE",
         help="chat template of conversations; auto: the checkpoint's, or ChatML if it has none; "
-        "chatml; or a Jinja file, for "
-        "the tokenizer of a checkpoint",
+        "chatml; or a Jinja file, for the tokenizer of a checkpoint",
     )
     parser.add_argument(
         "--date",
@@ -109,8 +106,7 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="NAME=VALUE",
         help="sets a variable of the chat template, which exports then have by default, such as "
-        "enable_thinking=false; a value "
-        "that is not JSON is a text; may be repeated",
+        "enable_thinking=false; a value that is not JSON is a text; may be repeated",
     )
 
 

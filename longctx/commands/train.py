@@ -28,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=True,
         metavar="STEP",
-        help="continue from the newest complete checkpoint in train.run_dir, or from that of STEP: "
-        "later ones are moved to "
-        "set-aside-1 there",
+        help="continue from the newest complete checkpoint in train.run_dir, or from that of "
+        "STEP: later ones are moved to set-aside-1 there",
     )
     any_ = (
         "continue if there is a checkpoint, otherwise start from scratch: for jobs that a "
@@ -43,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=a_path,
         metavar="RUN",
         help="begin with weights, moments, step and place in the data of another run, such as one "
-        "with shorter documents; "
-        "train.steps counts the steps of both",
+        "with shorter documents; train.steps counts the steps of both",
     )
     dry = (
         "check settings and store, plan the first steps, and say how long the run takes and "

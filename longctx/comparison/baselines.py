@@ -83,9 +83,9 @@ def check_fixed_degree(degree: int, longest: int, ranks: int, tokens_per_rank: i
     divisors = (d for d in range(1, ranks + 1) if ranks % d == 0)
     enough = next((d for d in divisors if _holds(d, longest, tokens_per_rank)), None)
     raise PlanError(
-        f"static:{degree} does not hold the longest document of {longest:,} tokens: {degree} ranks "
-        f"with {tokens_per_rank:,} "
-        f"tokens each hold {longest_document(degree, tokens_per_rank):,}; "
+        f"static:{degree} does not hold the longest document of {longest:,} tokens: {degree} "
+        f"ranks with {tokens_per_rank:,} tokens each hold "
+        f"{longest_document(degree, tokens_per_rank):,}; "
         + (f"use degree {enough} or more" if enough else f"no degree on {ranks:,} ranks holds it")
     )
 

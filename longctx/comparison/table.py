@@ -98,10 +98,9 @@ def speedups_table(rows: Sequence[PlannerRow], speedup: str) -> Words:
 def captions(rows: Sequence[PlannerRow]) -> list[str]:
     lines = [
         "over fixed, over best: speedup over fixed static, which packs documents as they come "
-        "(another degree: --baseline "
-        "static:DEGREE), and over the best static degree of every step, as context.mode static has "
-        "it; best single: fixed "
-        "static at the degree that is best for all steps; degrees are in brackets",
+        "(another degree: --baseline static:DEGREE), and over the best static degree of every "
+        "step, as context.mode static has it; best single: fixed static at the degree that is "
+        "best for all steps; degrees are in brackets",
         "gap: time above the lower bound with a free network; waits: for the exchange; idle: for "
         "the slowest rank",
         "remote tokens: of other ranks, if gathered in one round; more rounds need less memory",
@@ -109,8 +108,8 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
     if (free := over_fixed_without_barriers(rows)) is not None:
         lines.append(
             f"auto is {times(free)} as fast as fixed static if the groups of fixed static "
-            "synchronize only at the end of a "
-            "step, that is, if every rank keeps all weights during the step"
+            "synchronize only at the end of a step, that is, if every rank keeps all weights "
+            "during the step"
         )
     return lines
 

@@ -103,8 +103,7 @@ def _without(config: Config) -> str:
         )
     return (
         f"restore it, or use the weights in the checkpoints of {run}: longctx export {shell(run)} "
-        "OUT, then "
-        "--model.from_pretrained OUT without RoPE settings"
+        "OUT, then --model.from_pretrained OUT without RoPE settings"
     )
 
 
@@ -255,8 +254,7 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         most = max(ranks for ranks in range(1, size) if shape.num_key_value_heads % ranks == 0)
         rule = (
             f"must divide the KV heads, but the model has {shape.num_attention_heads} query heads "
-            "and "
-            f"{shape.num_key_value_heads} KV heads"
+            f"and {shape.num_key_value_heads} KV heads"
         )
         fix = f"set it to {most}, or use a multiple of {size} KV heads"
         yield Problem(
@@ -327,8 +325,7 @@ def _cut_blocks(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         if _cut(spec, [width], size):
             rule = (
                 f"a tensor parallel rank has {-(-width // size)} of {width} columns of a "
-                f"parameter, no multiple of {BLOCK}, "
-                "which have a common scale in 8 bits"
+                f"parameter, no multiple of {BLOCK}, which have a common scale in 8 bits"
             )
             fix = (
                 "set it to adamw, or parallel.tensor_parallel_size to "

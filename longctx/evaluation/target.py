@@ -59,8 +59,7 @@ class Target:
         ):
             raise UserError(
                 f"{folder} has no config.yaml and no config.json: give the folder of a run "
-                "(train.run_dir), or of a "
-                "checkpoint of transformers"
+                "(train.run_dir), or of a checkpoint of transformers"
             )
         check_name(name)
         return cls(
@@ -113,8 +112,7 @@ class Target:
         if entries is not None and tokenizer.vocab_size > entries:
             raise UserError(
                 f"the store's tokenizer has {tokenizer.vocab_size:,} entries, but the model has "
-                f"{entries:,}: prepare the "
-                "store with the model's tokenizer"
+                f"{entries:,}: prepare the store with the model's tokenizer"
             )
 
     def other_tokenizer(self, tokenizer: Tokenizer) -> str:

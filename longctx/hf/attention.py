@@ -136,8 +136,7 @@ def replace_attention(model: Any, causal: bool = True) -> str:
         model.set_attn_implementation(before)
         raise HuggingFaceError(
             f"{name} computes attention itself, not through transformers' attention interface, so "
-            "its attention cannot be "
-            "replaced: use another model"
+            "its attention cannot be replaced: use another model"
         )
     replace_linear(model)
     send_latents(model)
@@ -161,8 +160,7 @@ def _register() -> None:
     except ImportError as error:
         raise HuggingFaceError(
             f"transformers cannot be imported ({error}): install a version with "
-            "AttentionMaskInterface, "
-            f"{install('huggingface')}"
+            f"AttentionMaskInterface, {install('huggingface')}"
         ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, describe_mask)
@@ -274,10 +272,9 @@ def model_inputs(
     causal = is_causal(prepared)
     if target_tokens is not None and not causal:
         raise HuggingFaceError(
-            f"target_tokens is {target_tokens}, but {type(prepared).__name__} is an encoder, whose "
-            "own loss is a mean over the "
-            "tokens of one rank: leave it out, and compute the loss from the model's output and "
-            "batch.labels"
+            f"target_tokens is {target_tokens}, but {type(prepared).__name__} is an encoder, "
+            "whose own loss is a mean over the tokens of one rank: leave it out, and compute the "
+            "loss from the model's output and batch.labels"
         )
     options: dict[str, Any] = {
         "group": group,
@@ -319,9 +316,8 @@ def _labels(batch: PackedTokens, target_tokens: int, device: torch.device | str)
     if weights is not None and bool((weights[batch.labels != -100] != 1).any()):
         raise HuggingFaceError(
             "rows of the batch have weights other than 1, as merged sequences share their loss, "
-            "but the model's own loss has "
-            "none: leave target_tokens out, and compute the loss from its output, batch.labels and "
-            "batch.weights"
+            "but the model's own loss has none: leave target_tokens out, and compute the loss "
+            "from its output, batch.labels and batch.weights"
         )
     labels = copy_to(row(batch.labels, -100), device)
     return {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
@@ -372,8 +368,7 @@ def _check_call(model: torch.nn.Module, layouts: Sequence[Layout]) -> Any:
         if config._attn_implementation not in (NAME, IN_BOTH_DIRECTIONS, BY_ROLE):
             raise HuggingFaceError(
                 f"the attention of {name} was changed to {config._attn_implementation!r}, which "
-                "would mix packed documents: "
-                "call prepare(model) again"
+                "would mix packed documents: call prepare(model) again"
             )
     _check_configs(prepared)
     if len(configs) != len(layouts):
@@ -456,10 +451,9 @@ def attend(
     if ring_attention is None:
         raise HuggingFaceError(
             "attention 'longctx' was called without a layout: call the model as "
-            "model(**model_inputs(model, batch, ..)), see "
-            "longctx.hf.attention. If this error comes from prepare(model), the model does not "
-            "pass keyword arguments "
-            "to its attention and is not supported"
+            "model(**model_inputs(model, batch, ..)), see longctx.hf.attention. If this error "
+            "comes from prepare(model), the model does not pass keyword arguments to its "
+            "attention and is not supported"
         )
     name = type(module).__name__
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) != causal:
@@ -468,8 +462,7 @@ def attend(
             "prepare(model, causal=False)"
             if causal
             else f"{name} is causal, or does not say that it is not (is_causal=False): encoders "
-            "are supported only if tokens "
-            "see earlier and later ones in all layers"
+            "are supported only if tokens see earlier and later ones in all layers"
         )
     if query.shape[0] != 1:
         raise HuggingFaceError(

@@ -146,8 +146,8 @@ class Conversion:
         if problems:
             raise PretrainedError(
                 f"{self.files.folder} does not fit its config.json: "
-                f"{'; '.join(map(_short, problems[:3]))}; "
-                "give the config that the weights were saved with"
+                f"{'; '.join(map(_short, problems[:3]))}; give the config that the weights were "
+                "saved with"
             )
         loaded: Tensors = {}
         for name in [name for name in self.wanted if self.group_of(name) == group]:
@@ -182,8 +182,8 @@ def _internals() -> Iterator[None]:
 
         raise PretrainedError(
             f"longctx does not support the way in which transformers {transformers.__version__} "
-            "converts checkpoints "
-            f"({error}): install a supported version, {install('huggingface')}"
+            f"converts checkpoints ({error}): install a supported version, "
+            f"{install('huggingface')}"
         ) from error
 
 

@@ -82,8 +82,8 @@ def refuse_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     if refused:
         raise HuggingFaceError(
             f"{name} passes {', '.join(refused)} to its attention, which 'longctx' does not "
-            "support: leave the argument out "
-            "when you call the model; if the model adds it itself, the model is not supported"
+            "support: leave the argument out when you call the model; if the model adds it "
+            "itself, the model is not supported"
         )
 
 
@@ -98,18 +98,15 @@ def check_config(config: Any, linear: bool = False) -> None:
     if unknown:
         raise HuggingFaceError(
             f"the model has layers of type {', '.join(unknown)}, which would mix packed documents "
-            "and miss tokens on other "
-            f"ranks: only {' and '.join(LAYER_TYPES)} layers are supported, and linear layers of "
-            "the classes "
-            f"{', '.join(LINEAR_LAYERS)}"
+            f"and miss tokens on other ranks: only {' and '.join(LAYER_TYPES)} layers are "
+            f"supported, and linear layers of the classes {', '.join(LINEAR_LAYERS)}"
         )
     if getattr(config, "output_router_logits", False):
         raise HuggingFaceError(
-            "output_router_logits is set in the model's config: the auxiliary loss of a mixture of "
-            "experts counts the tokens "
-            "of one rank and micro-batch, so it would depend on how documents are split. Set it to "
-            "False (longctx train has "
-            "balance.document_loss instead, which does not)"
+            "output_router_logits is set in the model's config: the auxiliary loss of a mixture "
+            "of experts counts the tokens of one rank and micro-batch, so it would depend on how "
+            "documents are split. Set it to False (longctx train has balance.document_loss "
+            "instead, which does not)"
         )
     for name in ("layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
@@ -148,11 +145,10 @@ def check_length(config: Any, longest: int) -> None:
     limit = longest_exact(config)
     if limit is not None and longest > limit[0]:
         raise HuggingFaceError(
-            f"a document has {longest} tokens, but RoPE of type {limit[1]} changes its frequencies "
-            "for inputs of more than "
-            f"{limit[0]} tokens, and ranks have inputs of different lengths: split documents to at "
-            f"most {limit[0]} tokens, or "
-            "set another rope_type, such as yarn, in the model's config"
+            f"a document has {longest} tokens, but RoPE of type {limit[1]} changes its "
+            f"frequencies for inputs of more than {limit[0]} tokens, and ranks have inputs of "
+            f"different lengths: split documents to at most {limit[0]} tokens, or set another "
+            "rope_type, such as yarn, in the model's config"
         )
 
 
@@ -219,15 +215,14 @@ def check_rows(probe: "Probe") -> torch.Tensor:
     if len(alone) == 1:
         raise HuggingFaceError(
             f"{name} never calls transformers' attention interface, so documents in one row would "
-            "see each other: use a model "
-            "that computes attention through the interface in all layers"
+            "see each other: use a model that computes attention through the interface in all "
+            "layers"
         )
     if not all(bool(rows.isfinite().all()) for rows in alone):
         raise HuggingFaceError(
             f"{name} computes NaN or infinity for ordinary tokens, so its loss would be NaN: its "
-            "weights have such numbers, or "
-            "are too large for the dtype that it computes in; load another checkpoint, or compute "
-            "in bfloat16 or float32"
+            "weights have such numbers, or are too large for the dtype that it computes in; load "
+            "another checkpoint, or compute in bfloat16 or float32"
         )
     others = ids.clone()
     positions = places.clone()
@@ -237,21 +232,19 @@ def check_rows(probe: "Probe") -> torch.Tensor:
     if probe.differ([rows[kept] for rows in alone], [rows[kept] for rows in replaced]):
         raise HuggingFaceError(
             f"{name} mixes tokens outside transformers' attention interface (its own attention, a "
-            "convolution, a recurrence, "
-            "..), so documents in one row would see each other: this model is not supported"
+            "convolution, a recurrence, ..), so documents in one row would see each other: this "
+            "model is not supported"
         )
     same = probe.rows(ids[:1].expand(TOKENS), torch.full((TOKENS,), 5))
     if probe.differ(same, [rows[:1].expand_as(rows) for rows in same]):
         raise HuggingFaceError(
             f"{name} derives positions from the index of a token in the row, not from "
-            "position_ids, which differ in packed "
-            "documents: this model is not supported"
+            "position_ids, which differ in packed documents: this model is not supported"
         )
     if probe.differ(alone, probe.rows(ids, None)):
         raise HuggingFaceError(
             f"{name} does not count positions as 0, 1, 2, .. without position_ids, so packed "
-            "documents would get other "
-            "positions than unpacked ones: this model is not supported"
+            "documents would get other positions than unpacked ones: this model is not supported"
         )
     return alone[-1]
 
@@ -276,8 +269,8 @@ def check_finite(model: Any) -> None:
         if found:
             raise HuggingFaceError(
                 f"{type(model).__name__} has NaN or infinity: {name} has {found}, and the loss "
-                "would be NaN; load the "
-                "checkpoint again, or one that was saved before the loss of its run was NaN"
+                "would be NaN; load the checkpoint again, or one that was saved before the loss "
+                "of its run was NaN"
             )
 
 
@@ -304,8 +297,8 @@ def check_loss(probe: "Probe", logits: torch.Tensor) -> None:
             computed = f"{float(loss):.3g} instead of {float(expected):.3g}"
         raise HuggingFaceError(
             f"{name} does not compute its loss as the sum over shift_labels divided by "
-            f"num_items_in_batch ({computed}), so the "
-            "loss would depend on how documents are split: this model is not supported"
+            f"num_items_in_batch ({computed}), so the loss would depend on how documents are "
+            "split: this model is not supported"
         )
 
 
@@ -321,9 +314,8 @@ def run_checked(call: Callable[..., Any], name: str, **arguments: Any) -> Any:
         text = " ".join(str(error).split())[:160]
         raise HuggingFaceError(
             f"{name} does not run on packed tokens with attention 'longctx' "
-            f"({type(error).__name__}: "
-            f"{text}): it needs a mask, a cache or inputs that are not available here, so it is "
-            "not supported"
+            f"({type(error).__name__}: {text}): it needs a mask, a cache or inputs that are not "
+            "available here, so it is not supported"
         ) from error
 
 
@@ -415,18 +407,17 @@ class Probe:
             and self.differ(*map(list, zip(*alone.expanded, strict=True)))
         ):
             raise HuggingFaceError(
-                f"{self.name} expands the latents of a token to other keys and values beside other "
-                "tokens, so those of split "
-                "documents cannot be sent to other ranks: this model is not supported"
+                f"{self.name} expands the latents of a token to other keys and values beside "
+                "other tokens, so those of split documents cannot be sent to other ranks: this "
+                "model is not supported"
             )
         logits = getattr(output, "logits", None)
         if not (self.causal and self.head):
             if getattr(output, "pooler_output", None) is not None:
                 raise HuggingFaceError(
-                    f"{self.name} pools the first row only, not the first token of every document: "
-                    "load it with "
-                    "add_pooling_layer=False, and pool its hidden states by document, as "
-                    "examples/encoder_heads.py does"
+                    f"{self.name} pools the first row only, not the first token of every "
+                    "document: load it with add_pooling_layer=False, and pool its hidden states "
+                    "by document, as examples/encoder_heads.py does"
                 )
             if logits is None and hasattr(output, "last_hidden_state"):
                 logits = output.last_hidden_state
@@ -524,8 +515,7 @@ def entries_of(embedding: torch.nn.Module) -> int:
             return entries
     raise HuggingFaceError(
         f"the embedding of tokens is a {type(embedding).__name__}, in which no part has "
-        "num_embeddings: "
-        "use torch.nn.Embedding, or a subclass"
+        "num_embeddings: use torch.nn.Embedding, or a subclass"
     )
 
 

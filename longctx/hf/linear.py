@@ -117,8 +117,7 @@ def _bind(
     if rings is None:
         raise HuggingFaceError(
             f"{name} was called without a layout: call the model as model(**model_inputs(model, "
-            "batch, ..)), see "
-            "longctx.hf.attention"
+            "batch, ..)), see longctx.hf.attention"
         )
     hidden = arguments[0] if arguments else named["hidden_states"]
     if hidden.shape[0] != 1:

@@ -51,9 +51,8 @@ def describe_mask(
         known = {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
         if not {"bidirectional_mask_function"} <= names <= known:
             raise HuggingFaceError(
-                f"the model uses a mask of {', '.join(sorted(names))}: encoders are supported only "
-                "with attention in both "
-                "directions, with or without a sliding window"
+                f"the model uses a mask of {', '.join(sorted(names))}: encoders are supported "
+                "only with attention in both directions, with or without a sliding window"
             )
         # Keys at a distance of `sliding_window` are visible.
         both = [
@@ -65,8 +64,7 @@ def describe_mask(
     if not {"causal_mask_function"} <= names <= known:
         raise HuggingFaceError(
             f"the model uses a mask of {', '.join(sorted(names))}: 'longctx' supports only causal "
-            "attention, with or without "
-            "a sliding window"
+            "attention, with or without a sliding window"
         )
     return CausalMask(min(windows, default=None))
 
@@ -131,7 +129,6 @@ def one_window(
     if sliding_window is not None and sliding_window != attention_mask.window:
         raise HuggingFaceError(
             f"the layer has a sliding window of {sliding_window}, but its mask has a window of "
-            f"{attention_mask.window}: make "
-            "them equal"
+            f"{attention_mask.window}: make them equal"
         )
     return attention_mask.window

@@ -84,8 +84,7 @@ class TransformersSource:
         if longest > limit > 0 and any(count >= limit for count in places):
             raise PretrainedError(
                 f"documents have up to {longest:,} tokens, but {type(hf).__name__} has only "
-                f"{limit:,} position embeddings: set "
-                f"data.max_length to {limit} or less"
+                f"{limit:,} position embeddings: set data.max_length to {limit} or less"
             )
 
     def build(self, layers: Collection[int] | None = None) -> Model:
@@ -238,8 +237,7 @@ class TransformersModel(Model):
         ):
             raise HuggingFaceError(
                 f"{name} computes its logits from more than the last hidden states, so its loss "
-                "cannot be computed in chunks: "
-                "it cannot be trained here"
+                "cannot be computed in chunks: it cannot be trained here"
             )
         self.plain_head = all(plain)
 
@@ -344,9 +342,8 @@ def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = ()) -> Chec
     if different and different != list(conversion.tied):
         raise PretrainedError(
             f"{files.folder} ties {', '.join(conversion.tied)} to other weights, but has other "
-            "values for only some "
-            f"({', '.join(different)}): save the model again with all of them tied, or with "
-            "tie_word_embeddings false"
+            f"values for only some ({', '.join(different)}): save the model again with all of "
+            "them tied, or with tie_word_embeddings false"
         )
     return replace(files, untied=bool(different))
 
@@ -385,8 +382,8 @@ def _build(files: CheckpointFiles) -> Any:
     if getattr(config.get_text_config(), "zero_expert_num", 0):
         raise PretrainedError(
             f"{files.folder} has experts without parameters: on a rank whose tokens use only "
-            "these, other experts have no "
-            "gradient, which FSDP2 cannot reduce; it cannot be trained here"
+            "these, other experts have no gradient, which FSDP2 cannot reduce; it cannot be "
+            "trained here"
         )
     try:
         model = _class_of(config).from_config(config, dtype=torch.float32)

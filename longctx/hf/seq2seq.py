@@ -61,9 +61,9 @@ class _FindRoles:
         role = roles.get((query.shape[2], key.shape[2]))
         if role is None or getattr(module, ROLE, role) != role:
             raise HuggingFaceError(
-                f"{type(module).__name__} attends to tokens of the source and of the target in one "
-                "call: encoder-decoders are "
-                "supported only if each attention has keys of one of them, as in T5Gemma"
+                f"{type(module).__name__} attends to tokens of the source and of the target in "
+                "one call: encoder-decoders are supported only if each attention has keys of one "
+                "of them, as in T5Gemma"
             )
         setattr(module, ROLE, role)
         self.found.add(role)
@@ -88,14 +88,13 @@ def attend_by_role(
     if position_bias is not None:
         raise HuggingFaceError(
             f"{name} adds a bias by relative position to the scores, as in T5, which no attention "
-            "kernel here supports: use an "
-            "encoder-decoder with rotary positions, such as T5Gemma"
+            "kernel here supports: use an encoder-decoder with rotary positions, such as T5Gemma"
         )
     if others.get("decoder_position_ids") is not None:
         raise HuggingFaceError(
             f"{name} is of a model whose decoder takes no decoder_position_ids and counts "
-            "positions in the row, unlike in "
-            "packed documents: use an encoder-decoder with rotary positions, such as T5Gemma"
+            "positions in the row, unlike in packed documents: use an encoder-decoder with rotary "
+            "positions, such as T5Gemma"
         )
     if isinstance(ring_attention, _FindRoles):
         return ring_attention.see(module, query, key, value), None
@@ -173,8 +172,8 @@ def find_roles(model: Any) -> None:
     if missing:
         raise HuggingFaceError(
             f"{name} computes attention ({', '.join(sorted(missing))}) outside transformers' "
-            "attention interface, so "
-            "documents in one row would see each other: this model is not supported"
+            "attention interface, so documents in one row would see each other: this model is not "
+            "supported"
         )
 
 

@@ -69,10 +69,8 @@ def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
     if limit and longest > limit and source.files is not None and not source.files.rope:
         lines.append(
             f"{name}: documents have up to {longest:,} tokens, and the checkpoint is made for "
-            f"{limit:,} "
-            "(max_position_embeddings): extend it by model.rope_scaling and model.rope_factor, or "
-            "by model.rope_theta, or "
-            "set data.max_length"
+            f"{limit:,} (max_position_embeddings): extend it by model.rope_scaling and "
+            "model.rope_factor, or by model.rope_theta, or set data.max_length"
         )
     return lines
 
@@ -84,8 +82,8 @@ def _few_entries(spec: ModelSpec) -> list[str]:
         return []
     return [
         f"warning: the tokenizer of the store has {entries:,} entries, few for "
-        f"{spec.parameters / 1e9:.1f}B "
-        "parameters: prepare the data by that of such a model (longctx prepare --tokenizer)"
+        f"{spec.parameters / 1e9:.1f}B parameters: prepare the data by that of such a model "
+        "(longctx prepare --tokenizer)"
     ]
 
 

@@ -217,10 +217,9 @@ class RunMemory:
         )
         raise DoesNotFit(
             f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; "
-            f"largest parts: {parts}), but "
-            f"only {format_bytes(available)} is available: {self.way_out(config, available)}. "
-            "`longctx estimate --all` shows "
-            "all choices; leave room for what it does not count: libraries and fragmentation"
+            f"largest parts: {parts}), but only {format_bytes(available)} is available: "
+            f"{self.way_out(config, available)}. `longctx estimate --all` shows all choices; "
+            "leave room for what it does not count: libraries and fragmentation"
         )
 
     def way_out(self, config: Config, available: int) -> str:

@@ -194,8 +194,8 @@ class CheckpointFiles:
             if found := not_finite(tensor):
                 raise PretrainedError(
                     f"{self.files[name]} is damaged: {name} has {found}; download or copy the "
-                    "checkpoint again, or use one "
-                    "that was saved before the loss of its run was NaN"
+                    "checkpoint again, or use one that was saved before the loss of its run was "
+                    "NaN"
                 )
             if name in self.vocabulary:
                 mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
@@ -264,8 +264,7 @@ def check_name(source: str) -> None:
     if (folder / "config.yaml").is_file():
         raise PretrainedError(
             f"{source} is the folder of a run, whose checkpoints only longctx reads: export it "
-            "first "
-            f"(longctx export {shell(source)} OUT), and give OUT"
+            f"first (longctx export {shell(source)} OUT), and give OUT"
         )
     if (folder / "adapter_config.json").is_file():
         raise PretrainedError(
@@ -291,10 +290,8 @@ def _folder(source: str) -> Path:
     except Exception as error:  # network, hub and file system may raise anything
         raise PretrainedError(
             f"{source} is not a local folder, and cannot be downloaded from the hub "
-            f"({type(error).__name__}: "
-            f"{first_line(error)}): check the name, or run `hf download {source} --local-dir "
-            "FOLDER` where the hub can be "
-            "reached, and give FOLDER"
+            f"({type(error).__name__}: {first_line(error)}): check the name, or run `hf download "
+            f"{source} --local-dir FOLDER` where the hub can be reached, and give FOLDER"
         ) from error
 
 

@@ -135,9 +135,8 @@ class ModelShape(BaseModel):
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, which is not divisible by "
-                "num_key_value_heads "
-                f"{self.num_key_value_heads}: choose a divisor, or equal numbers for attention "
-                "without GQA"
+                f"num_key_value_heads {self.num_key_value_heads}: choose a divisor, or equal "
+                "numbers for attention without GQA"
             )
         if self.full_attention_every is not None and self.sliding_window is None:
             raise ValueError(
@@ -152,8 +151,7 @@ class ModelShape(BaseModel):
         if self.num_experts and self.first_dense_layers >= self.num_hidden_layers:
             raise ValueError(
                 f"first_dense_layers is {self.first_dense_layers}, which leaves none of "
-                f"{self.num_hidden_layers} layers for "
-                "experts: lower it, or set num_experts to 0"
+                f"{self.num_hidden_layers} layers for experts: lower it, or set num_experts to 0"
             )
         if self.head_dim % 2 or (self.rope_scaling == "ntk" and self.head_dim < 4):
             raise ValueError(
@@ -163,8 +161,7 @@ class ModelShape(BaseModel):
         if self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise ValueError(
                 f"rope_low_freq_factor is {self.rope_low_freq_factor}: must be below "
-                "rope_high_freq_factor "
-                f"{self.rope_high_freq_factor}"
+                f"rope_high_freq_factor {self.rope_high_freq_factor}"
             )
         return self
 

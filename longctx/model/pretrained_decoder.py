@@ -95,8 +95,7 @@ class NativeSource:
         if (actual := self.files.shape(stored)) != shape:
             raise PretrainedError(
                 f"{self.files.folder} does not fit its config.json: {stored} has shape {actual}, "
-                f"not {shape}; give the config "
-                "that the weights were saved with"
+                f"not {shape}; give the config that the weights were saved with"
             )
         return self.files.read(stored, rows)
 

@@ -52,8 +52,7 @@ def check_device(device: torch.device, local_processes: int) -> None:
     if device.type == "cuda" and (seen := torch.cuda.device_count()) < local_processes:
         raise UserError(
             f"this node has {local_processes} processes, which need a GPU each, but torch "
-            f"{torch.__version__} sees {seen}: "
-            "start fewer, or set train.device to cpu"
+            f"{torch.__version__} sees {seen}: start fewer, or set train.device to cpu"
         )
 
 

@@ -39,8 +39,7 @@ class Launch:
         if self.rank >= self.world_size:
             raise UserError(
                 f"the environment variable RANK is {self.rank}, but WORLD_SIZE is "
-                f"{self.world_size}, so there is no such rank: "
-                "set both, or start with torchrun"
+                f"{self.world_size}, so there is no such rank: set both, or start with torchrun"
             )
 
     @classmethod
@@ -57,9 +56,8 @@ class Launch:
         launch = cls.read()
         if launch.world_size > 1 and "RANK" not in os.environ:
             raise UserError(
-                f"the environment variable WORLD_SIZE is {launch.world_size}, but RANK is not set, "
-                "so that all processes would "
-                "be rank 0: set both, or start with torchrun"
+                f"the environment variable WORLD_SIZE is {launch.world_size}, but RANK is not "
+                "set, so that all processes would be rank 0: set both, or start with torchrun"
             )
         return launch
 
@@ -88,11 +86,9 @@ def other_tasks() -> str:
         if tasks is not None and tasks > 1:
             return (
                 f"{launcher} has {tasks} tasks ({name}), but torchrun started none of them, so "
-                "each would run alone: start "
-                "one task per node with torchrun in it, such as srun --ntasks-per-node 1 torchrun "
-                "--nnodes N --nproc-per-node "
-                "GPUS --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m longctx train .. "
-                "(docs/clusters.md); or set "
+                "each would run alone: start one task per node with torchrun in it, such as srun "
+                "--ntasks-per-node 1 torchrun --nnodes N --nproc-per-node GPUS --rdzv-backend "
+                "c10d --rdzv-endpoint HOST:29500 -m longctx train .. (docs/clusters.md); or set "
                 "WORLD_SIZE=1 and RANK=0 for a single process"
             )
     return ""

@@ -26,9 +26,9 @@ def check_float8(device: torch.device) -> None:
     ):
         major, minor = capability
         raise UserError(
-            f"train.float8 is set, but {torch.cuda.get_device_name(device)} has compute capability "
-            f"{major}.{minor}, and "
-            "float8 matrix products need 8.9 (Ada, Hopper) or higher: omit train.float8"
+            f"train.float8 is set, but {torch.cuda.get_device_name(device)} has compute "
+            f"capability {major}.{minor}, and float8 matrix products need 8.9 (Ada, Hopper) or "
+            "higher: omit train.float8"
         )
 
 
@@ -54,8 +54,7 @@ def convert_to_float8(model: Model, recipe: str, device: torch.device, multiple:
     if not converted:
         raise UserError(
             f"train.float8 is {recipe}, but no linear layer of the blocks of "
-            f"{type(model).__name__} has sizes that are "
-            f"multiples of {multiple}: omit it"
+            f"{type(model).__name__} has sizes that are multiples of {multiple}: omit it"
         )
 
 

@@ -47,9 +47,8 @@ def _check_imported() -> None:
     if theirs.resolve() != ours.resolve():
         raise UserError(
             f"processes started in {Path.cwd()} would import another longctx, {theirs.parent}, "
-            "than this command, "
-            f"{ours.parent}: start the command in another folder, or with python -m longctx to use "
-            "theirs"
+            f"than this command, {ours.parent}: start the command in another folder, or with "
+            "python -m longctx to use theirs"
         )
 
 

@@ -109,16 +109,15 @@ def meet_all(launch: Launch, timeout_s: float) -> Store:
         listener = "it" if listens else "rank 0 or torchrun"
         raise UserError(
             f"rank {launch.rank} on {socket.gethostname()} cannot meet the others at "
-            f"{host}:{port}, where {listener} should "
-            f"listen: {reason}. See the output of rank 0, and check the address"
+            f"{host}:{port}, where {listener} should listen: {reason}. See the output of rank 0, "
+            "and check the address"
         ) from error
     missing = [rank for rank, host in enumerate(hosts) if host is None]
     if missing:
         known = ", ".join(dict.fromkeys(name for name in hosts if name))
         raise UserError(
             f"{format_ranks(missing)} of {launch.world_size} did not join at {host}:{port} within "
-            f"{timeout_s:g} s; the others "
-            f"are on {known}. Look at the output of those that are missing, or raise "
-            "train.timeout_s if they are slow to start"
+            f"{timeout_s:g} s; the others are on {known}. Look at the output of those that are "
+            "missing, or raise train.timeout_s if they are slow to start"
         )
     return store

@@ -149,9 +149,8 @@ class Mesh:
         if differ.any():
             others = differ.nonzero().flatten().tolist()
             raise RuntimeError(
-                f"ranks disagree on {what}: ranks {others} differ from rank 0. "
-                "Do all nodes run the same versions of longctx and numpy, on the same store and "
-                "settings?"
+                f"ranks disagree on {what}: ranks {others} differ from rank 0. Do all nodes run "
+                "the same versions of longctx and numpy, on the same store and settings?"
             )
 
     def __enter__(self) -> "Mesh":
@@ -192,8 +191,8 @@ def require_no_group() -> None:
     if dist.is_initialized():
         raise UserError(
             "this process has a process group already, of another trainer or of a run that failed "
-            "on some of its ranks: call "
-            "torch.distributed.destroy_process_group() before, or start a new process"
+            "on some of its ranks: call torch.distributed.destroy_process_group() before, or "
+            "start a new process"
         )
 
 

@@ -68,8 +68,7 @@ def apply_recompute(
             if not isinstance(mlp, nn.Module):
                 raise UserError(
                     f"train.mlp_tile_tokens is {mlp_tile_tokens}, but {type(block).__name__} has "
-                    "no module `mlp` to tile: "
-                    "remove it"
+                    "no module `mlp` to tile: remove it"
                 )
             mlp.forward = _in_tiles(_recomputed(mlp.forward, "full"), mlp_tile_tokens)
         if mode == "none":

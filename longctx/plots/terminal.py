@@ -48,9 +48,8 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
         f"{len(plan.lengths):,} documents, {tokens:,} tokens, longest {max(plan.lengths):,}"
         + (f"   from {escape(source)}" if source else ""),
         f"step time [bold]{plan.makespan_s:.4g} s[/bold] (modelled)   lower bound "
-        f"{plan.lower_bound_s:.4g} s   "
-        f"gap [bold]{plan.gap:.1%}[/bold]   exposed exchange {plan.exposed_share:.1%}   idle "
-        f"{plan.idle_share:.1%}",
+        f"{plan.lower_bound_s:.4g} s   gap [bold]{plan.gap:.1%}[/bold]   exposed exchange "
+        f"{plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
         f"{len(plan.micro_batches)} micro-batch{'es' * (len(plan.micro_batches) > 1)}   "
         f"exchange rounds {'–'.join(map(str, sorted({min(rounds), max(rounds)})))}   planned in "
         f"{plan.planning_ms:.0f} ms",
@@ -64,8 +63,7 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
         lines.insert(
             2,
             f"[bold]{baseline.makespan_s / plan.makespan_s:.2f}×[/bold] as fast as fixed static: "
-            "degree "
-            f"{baseline.winner.removeprefix('static:')} for every document takes "
+            f"degree {baseline.winner.removeprefix('static:')} for every document takes "
             f"{baseline.makespan_s:.4g} s",
         )
     if (pipeline := plan.pipeline).ranks > 1:

@@ -142,11 +142,9 @@ def require_same_copies(model: Model, step: int, control: dist.ProcessGroup) -> 
     if wrong is not None:
         name, ranks = next(iter(wrong.items()))
         raise RuntimeError(
-            f"after step {step} the copies of {len(wrong)} weights, such as {name}, differ between "
-            f"{format_ranks(ranks)}: "
-            "memory or a message was damaged, or ranks run different code; go on from the newest "
-            "checkpoint, before "
-            "which copies were the same"
+            f"after step {step} the copies of {len(wrong)} weights, such as {name}, differ "
+            f"between {format_ranks(ranks)}: memory or a message was damaged, or ranks run "
+            "different code; go on from the newest checkpoint, before which copies were the same"
         )
 
 

@@ -99,9 +99,8 @@ def check_weights(
     ):
         raise CheckpointError(
             f"{saved.folder} belongs to a run that began from {began['folder']}, whose weights "
-            "differ from those of "
-            f"{base['folder']}: give that checkpoint, or choose another run folder (finetune: "
-            "--out)"
+            f"differ from those of {base['folder']}: give that checkpoint, or choose another run "
+            "folder (finetune: --out)"
         )
 
 

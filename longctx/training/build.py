@@ -81,8 +81,8 @@ def build_model(
         if not isinstance(model, Decoder):
             raise UserError(
                 f"train.float8 is {train.float8}, but transformers' own code runs this model, for "
-                "which float8 is not tested: "
-                "omit it, or set model.implementation to native where the family has it"
+                "which float8 is not tested: omit it, or set model.implementation to native where "
+                "the family has it"
             )
         convert_to_float8(model, train.float8, mesh.device, FLOAT8_ROWS)
     offload = Offload() if train.offload_activations and on_gpu else None

@@ -40,8 +40,8 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
         fewer = (n for n in divisors if not leaves_rank_empty(entries, n))
         raise UserError(
             f"parallel.tensor_parallel_size is {ranks}, but with {share} of {entries} vocabulary "
-            "entries per rank the last "
-            f"rank has none: set it to {next(fewer)}, or model.vocab_size to {ranks * share}"
+            f"entries per rank the last rank has none: set it to {next(fewer)}, or "
+            f"model.vocab_size to {ranks * share}"
         )
 
 
@@ -79,9 +79,9 @@ def check_weights(config: Config, data: RunData) -> None:
             continue
         if config.data.merge_prefixes:
             raise UserError(
-                f"data.merge_prefixes is true, but {key} {store.description} has weights of tokens, which "
-                "may differ where documents "
-                "are alike: set data.merge_prefixes to false"
+                f"data.merge_prefixes is true, but {key} {store.description} has weights of "
+                "tokens, which may differ where documents are alike: set data.merge_prefixes to "
+                "false"
             )
 
 
@@ -113,9 +113,8 @@ def check_groups(config: Config, source: ModelSource) -> None:
         if not any(group is other for other in groups):
             names = ", ".join(name for name, _ in list(model.named_parameters())[:3])
             raise UserError(
-                f"optimizer.groups has match {group.match}, which no trained parameter has that is "
-                "in no earlier group: "
-                f"omit it, or correct it for names such as {names}"
+                f"optimizer.groups has match {group.match}, which no trained parameter has that "
+                f"is in no earlier group: omit it, or correct it for names such as {names}"
             )
 
 
@@ -127,10 +126,9 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
     new = config.model.new_tokens or []
     if lacking := [token for token in new if token not in added_tokens(ours)]:
         raise UserError(
-            f"model.new_tokens has {', '.join(lacking)}, which the tokenizer of {config.data.description} "
-            "lacks: prepare it with a "
-            "tokenizer to which they were added (transformers: add_tokens, save_pretrained), or "
-            "use longctx finetune"
+            f"model.new_tokens has {', '.join(lacking)}, which the tokenizer of "
+            f"{config.data.description} lacks: prepare it with a tokenizer to which they were "
+            "added (transformers: add_tokens, save_pretrained), or use longctx finetune"
         )
     if theirs is not None and not same_tokens(without_added(theirs, new), without_added(ours, new)):
         others = [
@@ -140,14 +138,13 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
             without_added(theirs, [*new, *others]), without_added(ours, [*new, *others])
         ):
             raise UserError(
-                f"the tokenizer of {config.data.description} adds {', '.join(others)} to that of {name}: "
-                "set model.new_tokens to "
-                f"{yaml_text([*new, *others])}, or prepare it with the tokenizer of the checkpoint"
+                f"the tokenizer of {config.data.description} adds {', '.join(others)} to that of "
+                f"{name}: set model.new_tokens to {yaml_text([*new, *others])}, or prepare it "
+                "with the tokenizer of the checkpoint"
             )
         raise UserError(
-            f"{config.data.description} was prepared with another tokenizer than {name}: prepare it with "
-            "the tokenizer of the "
-            f"checkpoint (longctx prepare --tokenizer {shell(name)})"
+            f"{config.data.description} was prepared with another tokenizer than {name}: prepare "
+            f"it with the tokenizer of the checkpoint (longctx prepare --tokenizer {shell(name)})"
         )
     if embedded is not None and entries > embedded:
         entries = store.largest_token + 1
@@ -159,10 +156,10 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
         ]
         raise UserError(
             f"token {entries - 1} of {config.data.description} "
-            f"({store.tokenizer.decode([entries - 1])!r}) is beyond the embedding of "
-            f"{name}, which has {embedded:,} entries: remove text with it, add entries by "
-            "model.new_tokens "
-            f"{yaml_text(beyond)}, or use the tokenizer that the model was trained with"
+            f"({store.tokenizer.decode([entries - 1])!r}) is beyond the embedding of {name}, "
+            f"which has {embedded:,} entries: remove text with it, add entries by "
+            f"model.new_tokens {yaml_text(beyond)}, or use the tokenizer that the model was "
+            "trained with"
         )
 
 
@@ -225,8 +222,8 @@ def check_exportable(config: Config) -> None:
     if config.lora.rank is not None and config.model.changed_rope:
         raise UserError(
             "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): "
-            "give checkpoint.export null, "
-            f"and merge them later (longctx export {shell(config.train.run_dir)} OUT --merge)"
+            "give checkpoint.export null, and merge them later (longctx export "
+            f"{shell(config.train.run_dir)} OUT --merge)"
         )
     check_family(config)
 
@@ -253,9 +250,8 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
     name = before.get("optimizer", {}).get("name", "adamw")
     if path.is_file() and name != config.optimizer.name:
         raise UserError(
-            f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments "
-            f"of {name}: set it to "
-            f"{name}, or start a new run from an export of that one"
+            f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the "
+            f"moments of {name}: set it to {name}, or start a new run from an export of that one"
         )
     changes = []
     for setting in (

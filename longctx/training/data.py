@@ -94,10 +94,8 @@ def choose_max_length(
             way_out = f"give context.bins an entry of {needed} tokens or more"
         raise ConfigError(
             f"{resume_from.folder} was trained on documents of at most {previous} tokens, but "
-            f"{count} with "
-            f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: "
-            f"{way_out}, or start more "
-            "processes (--processes)"
+            f"{count} with batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only "
+            f"{capacity}: {way_out}, or start more processes (--processes)"
         )
     return previous
 

@@ -186,12 +186,11 @@ class StepMetrics:
         learned = f"loss {self.loss:.3f} grad_norm {self.grad_norm:.2f}"
         return (
             f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr "
-            f"{self.lr:.1e} "
-            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {merged}{mfu}mem "
-            f"{format_bytes(self.peak_memory_bytes)} "
-            f"degrees {degrees} {experts}balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
-            f"data {self.data_wait_s / self.step_time_s:.1%} "
-            f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){marked}{validated}"
+            f"{self.lr:.1e} tok/s/rank {_short(self.tokens_per_s_per_rank)} {merged}{mfu}mem "
+            f"{format_bytes(self.peak_memory_bytes)} degrees {degrees} {experts}balance "
+            f"{self.balance:.2f} gap {self.gap:.1%} {bubble}data "
+            f"{self.data_wait_s / self.step_time_s:.1%} time {self.step_time_s:.2f}s (predicted "
+            f"{self.predicted_s:.2f}s){marked}{validated}"
         )
 
     def scalars(self) -> dict[str, float]:

@@ -124,10 +124,9 @@ def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None
     if profile.kv_bytes_per_token != described.work.kv_bytes:
         raise ProfileError(
             f"{path}: kv_bytes_per_token is {profile.kv_bytes_per_token:,}, but section "
-            f"`{section}` (model, dtype, recompute, "
-            "keep_kv, tensor_parallel_size; by default none, false, 1) implies "
-            f"{described.work.kv_bytes:,}: correct one of "
-            "the two, or measure again"
+            f"`{section}` (model, dtype, recompute, keep_kv, tensor_parallel_size; by default "
+            f"none, false, 1) implies {described.work.kv_bytes:,}: correct one of the two, or "
+            "measure again"
         )
     return profile, described
 
@@ -155,9 +154,8 @@ class RunProfile:
         if others:
             raise ProfilesDiffer(
                 f"ranks have different profiles: rank 0 has {gathered[0][0]}, ranks {others} have "
-                f"{gathered[others[0]][0]}, or "
-                "another file of that name: set context.profile (profile inside a trainer), and "
-                "use the same file on all nodes"
+                f"{gathered[others[0]][0]}, or another file of that name: set context.profile "
+                "(profile inside a trainer), and use the same file on all nodes"
             )
         return replace(self.profile, ranks_per_node=node)
 
@@ -278,8 +276,8 @@ def preset_profile(
     if pipeline.stages > len(spec.layers):
         raise UserError(
             f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} "
-            f"has only {len(spec.layers)} "
-            "layers: use fewer pipeline ranks or chunks, or another --model"
+            f"has only {len(spec.layers)} layers: use fewer pipeline ranks or chunks, or another "
+            "--model"
         )
     gpus = domain * pipeline.ranks * described.tensor_parallel_size
     work = described.work_of(spec, pipeline=pipeline, tokens_per_rank=tokens_per_rank, gpus=gpus)

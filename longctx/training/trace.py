@@ -36,8 +36,7 @@ def micro_batch_name(batch: StepBatch, number: int) -> str:
     tokens = batch.plan.lengths[longest.document]
     return (
         f"micro-batch {number}, longest of {len(placements)} documents: "
-        f"{batch.documents[longest.document]} ({tokens} tokens "
-        f"on {longest.degree} ranks)"
+        f"{batch.documents[longest.document]} ({tokens} tokens on {longest.degree} ranks)"
     )
 
 

@@ -63,8 +63,8 @@ class Documents:
             chosen = held_out(store.names, held_out_share)
         if not chosen.any():
             raise UserError(
-                f"data.held_out is {held_out_share}, which holds out no document of {store.description} "
-                f"({len(store):,}): raise it"
+                f"data.held_out is {held_out_share}, which holds out no document of "
+                f"{store.description} ({len(store):,}): raise it"
             )
         if first is not None:
             chosen &= np.cumsum(chosen) <= first
@@ -136,9 +136,8 @@ def validation_documents(config: Config, data: RunData, max_length: int) -> Docu
     if store.tokenizer.fingerprint != training.tokenizer.fingerprint:
         raise UserError(
             f"eval.store {config.eval.store} was made with another tokenizer than "
-            f"{config.data.description}: prepare it "
-            "with the same tokenizer (`longctx prepare --tokenizer "
-            f"{shell(training.path / 'tokenizer.json')}`)"
+            f"{config.data.description}: prepare it with the same tokenizer (`longctx prepare "
+            f"--tokenizer {shell(training.path / 'tokenizer.json')}`)"
         )
     return Documents.choose(config, store, max_length, config.eval.documents)
 

@@ -57,8 +57,8 @@ class Balance:
         if plan.trees and any(router.document_loss or router.z_loss for router in self.routers):
             raise UserError(
                 f"the step has {len(plan.trees)} trees, but losses of experts count every "
-                "sequence: set balance.document_loss "
-                "and balance.z_loss to 0, or use documents without merged prefixes"
+                "sequence: set balance.document_loss and balance.z_loss to 0, or use documents "
+                "without merged prefixes"
             )
         if layout.micro_batch < len(plan.micro_batches):
             placed = plan.micro_batches[layout.micro_batch]

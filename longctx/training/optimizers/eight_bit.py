@@ -107,9 +107,8 @@ def _check_part(parameter: nn.Parameter) -> None:
     if cuts_blocks(columns, ranks):
         raise UserError(
             f"optimizer.name is adamw-8bit, but a rank has {-(-columns // ranks)} of {columns} "
-            "columns of a parameter, no "
-            f"multiple of {BLOCK}, which have a common scale: lower parallel.tensor_parallel_size, "
-            "or use adamw"
+            f"columns of a parameter, no multiple of {BLOCK}, which have a common scale: lower "
+            "parallel.tensor_parallel_size, or use adamw"
         )
 
 

@@ -172,8 +172,7 @@ def to_continue(run: Path, steps: int) -> tuple[Checkpoint, list[str]]:
     if saved.step >= steps:
         raise CheckpointError(
             f"--continue is {run}, which has done {saved.step} steps, but train.steps is {steps}: "
-            "it counts the steps of both "
-            "runs, so raise it"
+            "it counts the steps of both runs, so raise it"
         )
     return saved, damaged
 
@@ -280,9 +279,8 @@ def load(
             ):
                 raise CheckpointError(
                     f"{checkpoint.folder} has moments of {parameter} with another number of bits, "
-                    "as of an earlier version of "
-                    "longctx: start a new run from an export of it (longctx export), or go on with "
-                    "the version that wrote it"
+                    "as of an earlier version of longctx: start a new run from an export of it "
+                    "(longctx export), or go on with the version that wrote it"
                 )
             raise CheckpointError(
                 f"{checkpoint.folder} is damaged: it has no moments of {parameter}. Move it away "

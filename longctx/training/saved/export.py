@@ -440,8 +440,8 @@ def _end_of_document(kept: Path) -> int | None:
     except Exception as error:  # tokenizers raises plain Exception
         raise UserError(
             f"tokenizer.json or tokenizer_config.json in {kept} is damaged "
-            f"({shortened(str(error), 200)}): copy them from "
-            "another run on the same store, or delete both to export without a tokenizer"
+            f"({shortened(str(error), 200)}): copy them from another run on the same store, or "
+            "delete both to export without a tokenizer"
         ) from error
     return number
 

@@ -65,14 +65,12 @@ def open_run_folder(
             steps = ", ".join(map(str, checkpoint.steps(folder)))
             raise RunFolderError(
                 f"--resume is {step}, but {folder} has no complete checkpoint of that "
-                f"step{because(damaged)}: it has those of "
-                f"steps {steps}"
+                f"step{because(damaged)}: it has those of steps {steps}"
             )
     if resume and saved is None and not or_begin:
         raise RunFolderError(
-            f"nothing to resume from: {folder} has no complete checkpoint{because(damaged)}. Start "
-            "without --resume, or with "
-            "--resume-if-any"
+            f"nothing to resume from: {folder} has no complete checkpoint{because(damaged)}. "
+            "Start without --resume, or with --resume-if-any"
         )
     if or_begin and saved is None and checkpoint.was_saved(folder):
         raise RunFolderError(
@@ -81,14 +79,12 @@ def open_run_folder(
     if not resume and saved is not None:
         raise RunFolderError(
             f"run folder {folder} contains a run with a checkpoint at step {saved.step}: add "
-            "--resume to continue it, or "
-            "choose another folder with --train.run_dir"
+            "--resume to continue it, or choose another folder with --train.run_dir"
         )
     if not resume and (folder / "metrics.jsonl").exists():
         raise RunFolderError(
             f"run folder {folder} contains a run without a checkpoint: add --resume-if-any to "
-            "start it again, or choose "
-            "another folder with --train.run_dir"
+            "start it again, or choose another folder with --train.run_dir"
         )
     if saved is None and not (folder / "metrics.jsonl").exists():
         _refuse_foreign(folder)
@@ -118,9 +114,8 @@ def _refuse_foreign(folder: Path) -> None:
         foreign.append(best)
     if foreign:
         raise RunFolderError(
-            f"{foreign[0]} was not written by a run, which would replace it: choose another folder "
-            "with --train.run_dir, or "
-            "move it away"
+            f"{foreign[0]} was not written by a run, which would replace it: choose another "
+            "folder with --train.run_dir, or move it away"
         )
 
 
@@ -149,9 +144,8 @@ def _check_space(folder: Path, free: int, count: int, checkpoint_bytes: int) -> 
     if free < count * checkpoint_bytes:
         raise RunFolderError(
             f"run folder {folder} has {free / 1e6:,.1f} MB free, but {count} checkpoints of this "
-            "model need "
-            f"{count * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder "
-            "with --train.run_dir"
+            f"model need {count * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose "
+            "another folder with --train.run_dir"
         )
 
 

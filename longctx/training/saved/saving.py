@@ -222,9 +222,8 @@ class _Writer(FileSystemWriter):
             return True
         print(
             f"longctx: rank {dist.get_rank(self.saver.group)} waits for its part of the "
-            "checkpoint: a copy needs "
-            f"{format_bytes(needed)}, more than half of its share of {format_bytes(free)} of free "
-            "host memory",
+            f"checkpoint: a copy needs {format_bytes(needed)}, more than half of its share of "
+            f"{format_bytes(free)} of free host memory",
             file=sys.stderr,
         )
         return False
