@@ -136,6 +136,7 @@ class StepBatch:
 
     @property
     def sequences(self) -> int:
+        """Number of sequences of the step, before merging."""
         return len(self.rows or self.plan.lengths)
 
 

@@ -54,6 +54,7 @@ class Merged:
 
     @property
     def lengths(self) -> list[int]:
+        """Tokens of each document after merging."""
         return list(map(len, self.tokens))
 
     @property

@@ -98,11 +98,13 @@ def is_number(value: Any) -> bool:
 
 
 def whole(least: int, most: int | None = None) -> Rule:
+    """Returns the rule of a whole number from `least` to `most`."""
     span = f"≥ {least:,}" if most is None else f"from {least:,} to {most:,}"
     return lambda value: "" if is_whole(value, least, most) else f"must be a whole number {span}"
 
 
 def real(least: float | None = None) -> Rule:
+    """Returns the rule of a finite number of at least `least`."""
     span = "" if least is None else f" ≥ {least:g}"
 
     def rule(value: Any) -> str:

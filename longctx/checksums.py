@@ -65,6 +65,7 @@ class SummedFile(io.BufferedWriter):
 
 
 def checksums(path: Path) -> str:
+    """Returns the checksums of a file, 32 hexadecimal digits for each chunk of CHUNK bytes."""
     sums = []
     buffer = memoryview(bytearray(CHUNK))
     with path.open("rb") as file:

@@ -45,6 +45,7 @@ def brief(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type without one."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
 
 

@@ -248,3 +248,7 @@ def test_a_run_without_a_checkpoint_is_refused(
 
 def test_perplexity_of_a_hopeless_model_is_no_error() -> None:
     assert LossPart(1, None, None, 3, 1e4).perplexity == math.inf
+
+
+def test_perplexity_of_a_nan_loss_is_nan() -> None:
+    assert math.isnan(LossPart(1, None, None, 3, math.nan).perplexity)

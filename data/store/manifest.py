@@ -141,6 +141,7 @@ class Manifest(SourceCounts, Counts):
 
     @property
     def conversations(self) -> bool:
+        """Whether some documents are conversations."""
         return bool(set(self.formats) - WITHOUT_TEMPLATE)
 
     @property

@@ -193,6 +193,7 @@ class StoreRequest:
 
     @cached_property
     def digest(self) -> str:
+        """Returns the hash of everything that decides the content of the store."""
         if self.given is None:
             choice = ["bpe", self.vocab_size]
         else:

@@ -45,6 +45,7 @@ class MeasuredMode:
     steps: tuple[MeasuredStep, ...]
 
     def column(self, name: str) -> list[float]:
+        """Returns a value of every step, by its name."""
         return [float(step[name]) for step in self.steps]
 
     @property
@@ -97,6 +98,7 @@ class MeasuredComparison:
 
     @property
     def losses_equal(self) -> bool:
+        """Whether all modes had the same losses, to the tolerance of the dtype."""
         return self.loss_difference <= self.loss_tolerance
 
     @property

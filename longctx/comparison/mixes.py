@@ -61,6 +61,7 @@ class Mix:
 
 
 def mix_names() -> tuple[str, ...]:
+    """Returns the names of all mixes, sorted."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
 
 

@@ -108,6 +108,7 @@ def file_source(
 def store_source(
     path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str
 ) -> LengthSource:
+    """Returns the steps of a store, as a run with these settings would draw them."""
     store = Store.open(path)
 
     def draw(ranks: int, longest: int) -> Drawn:

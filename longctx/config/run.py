@@ -93,6 +93,7 @@ class Config(BaseModel):
 
     @property
     def schedule_steps(self) -> int:
+        """Steps over which the learning rate decays."""
         return self.optimizer.decay_steps or self.train.steps
 
     @property
@@ -124,6 +125,7 @@ class Config(BaseModel):
 
     @property
     def order_seed(self) -> int:
+        """Seed of the order of documents."""
         if self.data.seed is None:
             return self.train.seed
         return self.data.seed

@@ -201,6 +201,7 @@ class DataSection(Section):
 
     @property
     def paths(self) -> list[Path]:
+        """Folders of the stores to train on."""
         if self.store is not None:
             return [self.store]
         return [store.path for store in self.stores or ()]

@@ -43,9 +43,10 @@ class LossPart:
 
     @property
     def perplexity(self) -> float:
-        if self.loss < 700:
-            return math.exp(self.loss)
-        return math.inf
+        """e to the loss; infinite where a float is too small, NaN for a loss that is NaN."""
+        if self.loss >= 700:
+            return math.inf
+        return math.exp(self.loss)
 
     def as_json(self) -> dict[str, Any]:
         values = {**asdict(self), "perplexity": self.perplexity}

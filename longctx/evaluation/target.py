@@ -77,6 +77,7 @@ class Target:
 
     @property
     def described(self) -> str:
+        """Name of the model, and step of its checkpoint."""
         if self.checkpoint is None:
             return self.name
         return f"{self.name} at step {self.checkpoint.step}"

@@ -49,6 +49,7 @@ class ImagePlace(NamedTuple):
 
     @property
     def patches(self) -> int:
+        """Number of patches that the encoder reads."""
         return math.prod(self.grid)
 
 

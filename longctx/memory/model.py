@@ -58,6 +58,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
     def to_json(self) -> dict[str, int | str]:

@@ -79,6 +79,7 @@ class RouterWatch:
         return out
 
     def clear(self) -> None:
+        """Forgets what was counted."""
         self.counts: torch.Tensor | None = None
         self.losses: torch.Tensor | None = None
 

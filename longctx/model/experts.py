@@ -194,6 +194,7 @@ def by_expert(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
+    """Returns the inverse of a permutation, int64 `[n]`."""
     places = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
 

@@ -50,6 +50,7 @@ class Clock:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
+        """Times what runs in this context, under a name."""
         start = now(self.device)
         self.open.append(name)
         try:

@@ -217,6 +217,7 @@ def _parsed(text: str) -> Any:
 
 
 def shipped_profiles() -> list[str]:
+    """Returns the names of the profiles that come with longctx, sorted."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 

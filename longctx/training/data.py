@@ -63,6 +63,7 @@ class RunData:
 
     @property
     def fingerprints(self) -> list[str]:
+        """Fingerprint of every store."""
         return [source.fingerprint for source in self.store.sources]
 
     @property
@@ -242,6 +243,7 @@ class StepPlans:
 
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[StepPlans]:
+    """Plans the first steps of a run: as configured, and with the best degree for all documents."""
     configured, static = (
         first_plans(config, store, ranks, steps, static=best) for best in (False, True)
     )

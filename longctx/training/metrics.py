@@ -162,6 +162,7 @@ class StepMetrics:
         )
 
     def console(self) -> str:
+        """Returns the line of the step in the console."""
         degrees = " ".join(f"{degree}:{count}" for degree, count in self.degrees.items())
         mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
         in_pipeline = self.predicted_bubble_share > 0

@@ -61,6 +61,7 @@ class Run:
 
     @property
     def on_gpu(self) -> bool:
+        """Whether this process trains on a GPU."""
         return self.device.type == "cuda"
 
     @property

@@ -24,6 +24,7 @@ def in_8_bits(shape: Sequence[int]) -> bool:
 
 
 def blocks_of_row(columns: int) -> int:
+    """Returns the number of blocks of a row, of which the last may be shorter."""
     return -(-columns // BLOCK)
 
 
