@@ -2,7 +2,7 @@
 after the other."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -41,70 +41,109 @@ LOCAL_POSITIONS = "positions begin anew on every rank"
 GIVEN = "positions are wrong"
 
 
-def contexts(record: Record, windows: bool) -> list[Context]:
-    """Returns the contexts of a step, no two of them alike; the first one is right."""
-    tokens = record.tokens
-    place = record.tokens.place
-    calls, rows = ([row.numbers for row in each] for each in (record.calls, record.rows))
-    documents = [[*tokens.of(document)] for document in record.documents]
-    split = _is_split(record)
-    cut, shard, mixed = (SHARD_RESTARTED, SHARD, RANK_ROW) if split else (CUT, CUT, ROW)
-    padded = any(row and row[0] < 0 for row in rows)
-    pieces = [piece for row in calls for piece in tokens.pieces(row)]
-    alone = [
-        row
-        for row in calls
-        if -1 in row and len({tokens.document[number] for number in _real(row)}) == 1
-    ]
-    alone += [document for document in documents if document not in map(_real, alone)]
-    padding = [
-        [-1] * len(list(run))
-        for row in calls
-        for real, run in groupby(row, lambda n: n >= 0)
-        if not real
-    ]
-    whole, parts = ([_real(row) for row in each] for each in (rows, calls))
-    in_row = {number: position for row in rows for position, number in enumerate(row)}
-    in_call = {number: position for row in calls for position, number in enumerate(row)}
-    given = {
-        n: at for row in record.calls for n, at in zip(row.numbers, row.positions, strict=False)
-    }
+Numbers = list[int]
+"""Tokens of a sequence, by their numbers in a probe; -1 is padding."""
 
-    def own(row: list[int]) -> Iterable[int]:
+
+class Rows:
+    """The sequences of a step: rows as the model's calls and the batches have them, and what a
+    right step would have.
+
+    Attributes:
+        whole: rows of batches, without padding.
+        parts: rows of the model's calls, without padding.
+        padded: rows of batches with padding, if some begin with padding; otherwise none.
+        documents: documents of the step, each alone.
+        padding: runs of padding in the calls.
+        pieces: parts of documents in the calls.
+        split: whether ranks hold parts of a document.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._tokens = record.tokens
+        self._calls = [row.numbers for row in record.calls]
+        self._rows = [row.numbers for row in record.rows]
+        self.whole = [_real(row) for row in self._rows]
+        self.parts = [_real(row) for row in self._calls]
+        begins_with_padding = any(row and row[0] < 0 for row in self._rows)
+        self.padded = self._rows if begins_with_padding else []
+        self.documents = [[*self._tokens.of(document)] for document in record.documents]
+        self.padding = [run for row in self._calls for run in _padding(row)]
+        self.pieces = [piece for row in self._calls for piece in self._tokens.pieces(row)]
+        self.split = _is_split(record)
+        self._in_row = _positions_in(self._rows)
+        self._in_call = _positions_in(self._calls)
+        self._given: dict[int, int] = {}
+        for row in record.calls:
+            self._given.update(zip(row.numbers, row.positions, strict=False))
+
+    def alone(self) -> list[Numbers]:
+        """Returns the documents that have a padded row for themselves, with the padding, then the
+        other documents."""
+        rows = [row for row in self._calls if -1 in row and self._has_one_document(row)]
+        held = [_real(row) for row in rows]
+        return rows + [document for document in self.documents if document not in held]
+
+    def _has_one_document(self, row: Numbers) -> bool:
+        return len({self._tokens.document[number] for number in _real(row)}) == 1
+
+    # Positions of the tokens of a sequence.
+
+    def own(self, row: Numbers) -> Numbers:
+        """In the document; of padding, in the row."""
+        place = self._tokens.place
         return [place[number] if number >= 0 else at for at, number in enumerate(row)]
 
-    def counted(row: list[int]) -> Iterable[int]:
-        return range(len(row))
+    def counted(self, row: Numbers) -> Numbers:
+        """From 0 on."""
+        return [*range(len(row))]
 
-    def run_on(row: list[int]) -> Iterable[int]:
-        """Positions in the row that holds a document whole."""
-        first = in_row.get(row[0], 0)
-        held_whole = [in_row.get(number) for number in row] == [*range(first, first + len(row))]
-        if held_whole:
-            return range(first, first + len(row))
-        return range(len(row))
+    def run_on(self, row: Numbers) -> Numbers:
+        """In the row that holds the document whole."""
+        first = self._in_row.get(row[0], 0)
+        in_row = [*range(first, first + len(row))]
+        if [self._in_row.get(number) for number in row] == in_row:
+            return in_row
+        return self.counted(row)
 
+    def in_call(self, row: Numbers) -> Numbers:
+        """In the row of the call."""
+        return [self._in_call.get(number, self._tokens.place[number]) for number in row]
+
+    def given(self, row: Numbers) -> Numbers:
+        """As the step gave them to the model."""
+        return [self._given.get(number, self._tokens.place[number]) for number in row]
+
+
+def contexts(record: Record, windows: bool) -> list[Context]:
+    """Returns the contexts of a step, no two of them alike; the first one is right."""
+    rows = Rows(record)
+    documents = rows.documents
+    if rows.split:
+        cut, shard, mixed = SHARD_RESTARTED, SHARD, RANK_ROW
+    else:
+        cut, shard, mixed = CUT, CUT, ROW
+    on_shards = documents if rows.split else []
+    in_windows = documents if windows else []
     made = [
-        _context(APART, documents, own),
-        _context(APART, [*documents, *padding], own),
-        _context(COUNTED if padded else APART, alone, counted, "no padding"),
-        _context(cut, pieces, counted),
-        _context(shard, pieces, own),
-        _context(ROW, whole, counted),
-        _context(ROW_RESTARTED, whole, own),
-        _context(mixed, parts, own),
-        _context(mixed, parts, counted),
-        _context("positions run on from one document to the next", documents, run_on),
-        _context("attention is not causal", documents, own, "both"),
-        _context("tokens see the one after them, which they predict", documents, own, "next"),
-        _context("padding is seen", rows if padded else [], counted),
+        _context(APART, documents, rows.own),
+        _context(APART, [*documents, *rows.padding], rows.own),
+        _context(COUNTED if rows.padded else APART, rows.alone(), rows.counted, sight="no padding"),
+        _context(cut, rows.pieces, rows.counted),
+        _context(shard, rows.pieces, rows.own),
+        _context(ROW, rows.whole, rows.counted),
+        _context(ROW_RESTARTED, rows.whole, rows.own),
+        _context(mixed, rows.parts, rows.own),
+        _context(mixed, rows.parts, rows.counted),
+        _context("positions run on from one document to the next", documents, rows.run_on),
+        _context("attention is not causal", documents, rows.own, sight="both"),
         _context(
-            LOCAL_POSITIONS,
-            documents if split else [],
-            lambda row: [in_call.get(n, place[n]) for n in row],
+            "tokens see the one after them, which they predict", documents, rows.own, sight="next"
         ),
-        _context(GIVEN, documents, lambda row: [given.get(n, place[n]) for n in row]),
-        _context("sliding windows are ignored", documents if windows else [], own, "no window"),
+        _context("padding is seen", rows.padded, rows.counted),
+        _context(LOCAL_POSITIONS, on_shards, rows.in_call),
+        _context(GIVEN, documents, rows.given),
+        _context("sliding windows are ignored", in_windows, rows.own, sight="no window"),
     ]
     found: dict[tuple[Sequence, ...], Context] = {}
     for context in made:
@@ -114,16 +153,30 @@ def contexts(record: Record, windows: bool) -> list[Context]:
 
 def _context(
     name: str,
-    rows: Iterable[list[int]],
-    positions: Callable[[list[int]], Iterable[int]],
+    rows: Iterable[Numbers],
+    positions: Callable[[Numbers], Numbers],
+    *,
     sight: Sight = "causal",
 ) -> Context:
     sequences = (Sequence(tuple(row), tuple(positions(row)), sight) for row in rows if row)
     return Context(name, tuple(dict.fromkeys(sequences)))
 
 
-def _real(row: list[int]) -> list[int]:
+def _real(row: Numbers) -> Numbers:
+    """Returns a row without padding."""
     return [number for number in row if number >= 0]
+
+
+def _padding(row: Numbers) -> Iterator[Numbers]:
+    """Yields the runs of padding in a row."""
+    for is_padding, run in groupby(row, lambda number: number < 0):
+        if is_padding:
+            yield list(run)
+
+
+def _positions_in(rows: Iterable[Numbers]) -> dict[int, int]:
+    """Returns the position of every token in its row, in the last one that has it."""
+    return {number: at for row in rows for at, number in enumerate(row)}
 
 
 def _is_split(record: Record) -> bool:
