@@ -147,29 +147,40 @@ class Weights:
         whole = matrices // split + layer.vectors + layer.adapter_parameters
         self.block = whole - experts + experts // expert_ranks
         embedding = spec.vocabulary_parameters // split
-        positions = spec.encoder_root_parameters // split if first else 0
+        positions = 0
+        tower = 0
+        frozen_tower = 0
+        self.trained_tower = 0
+        if first:
+            positions = spec.encoder_root_parameters // split
+            tower = spec.tower_parameters + spec.tower_adapters
+            frozen_tower = spec.frozen_tower
+            self.trained_tower = spec.trained_tower
         vocabulary_matrices = first + last - (first and last and spec.tie_word_embeddings)
-        self.root = vocabulary_matrices * embedding + (spec.hidden_size if last else 0)
-        self.root += positions
-        tower, adapters = (spec.tower_parameters, spec.tower_adapters) if first else (0, 0)
-        self.all = layers * whole + self.root + tower + adapters
-        self.trained_block = layer.adapter_parameters if spec.adapted else self.block
-        self.trained_root = 0 if spec.adapted else self.root
-        self.trained_head = embedding if last and not spec.adapted else 0
-        self.trained_tower = spec.trained_tower if first else 0
-        self.trained = layers * self.trained_block + self.trained_root + self.trained_tower
-        if spec.adapted:
-            self.updated = self.trained
-        else:
-            self.updated = self.all - (spec.frozen_tower if first else 0)
-        self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
+        self.root = vocabulary_matrices * embedding + positions
+        if last:
+            self.root += spec.hidden_size
+        self.all = layers * whole + self.root + tower
         matrix = max(
             layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks
         )
+        if spec.adapted:
+            self.trained_block = layer.adapter_parameters
+            self.trained_root = 0
+            self.trained_head = 0
+            self.matrices = layers * layer.adapter_parameters
+            self.largest = self.trained_block
+        else:
+            self.trained_block = self.block
+            self.trained_root = self.root
+            self.trained_head = embedding if last else 0
+            self.matrices = layers * (matrices // split)
+            self.largest = max(embedding, positions, matrix)
+        self.trained = layers * self.trained_block + self.trained_root + self.trained_tower
+        self.updated = self.trained if spec.adapted else self.all - frozen_tower
         self.spared = sum(
             ELEMENT_BYTES[config.dtype] * each.size - (each.stored or 0) for each in layer.quantized
         )
-        self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
 
 
 def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
