@@ -27,9 +27,9 @@ Planner = Callable[..., Plan]
 """Makes the plan of a step from the lengths of its documents, and from `trees` if there are any."""
 Merging = Callable[[Store, Sequence[Piece]], Merged | None]
 """Merges the documents of a step that begin alike, see `merge_pieces`."""
-LEAST_SHARE = 8
-"""Documents are merged if they share at least one part in so many of their mean length: trees have
-a price, as all of one must be in the same micro-batch, and a chat template or a system prompt is
+MIN_SHARED_FRACTION = 1 / 8
+"""Documents are merged if they share at least this part of their mean length. A tree must fit one
+micro-batch, so that small savings are not worth it, and a chat template or a system prompt is
 common to all documents of a store."""
 
 
@@ -201,7 +201,7 @@ def merge_pieces(
         [np.where(trained, tokens, IGNORED_LABEL) for tokens, trained in read],
         most_tokens=most_tokens,
         tokens_per_rank=tokens_per_rank,
-        least_shared=sum(piece.length for piece in pieces) // (LEAST_SHARE * len(pieces)),
+        least_shared=int(MIN_SHARED_FRACTION * sum(piece.length for piece in pieces) / len(pieces)),
     )
     if merged.trees:
         return merged

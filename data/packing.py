@@ -49,8 +49,7 @@ class MicroBatch:
             -100 without a target and in padding.
         positions: int64 `[T]`; position in the document, or on the path of a tree, from 0; padding
             is 0.
-        weights: float32 `[T]`; factor of the loss of every row, where tokens have weights or
-            sequences were merged; None: 1.
+        weights: float32 `[T]`; per-row loss weight; None means 1.
         source: what an encoder-decoder's encoder reads; None for other models. The other fields
             then describe the target: tokens are the start token and target[:-1], labels are the
             target.

@@ -35,7 +35,7 @@ class DataIdentity:
     """What a cursor depends on: the documents and their order.
 
     Attributes:
-        values: by the names of `WAYS_OUT`; those of a mix are lists.
+        values: by the names of `WAYS_OUT`; a mix has lists, with a value for each store.
     """
 
     values: dict[str, Any]

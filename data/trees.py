@@ -232,7 +232,7 @@ def _shared(a: Ids, b: Ids) -> int:
 
 
 class _Node(NamedTuple):
-    """Rows [start, stop) that some sequences share, below those of the parent."""
+    """Rows [start, stop) that some sequences share, below the rows of the parent."""
 
     parent: int
     sequences: list[int]

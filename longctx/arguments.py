@@ -195,7 +195,7 @@ def sequence_of(what: str, rule: Rule) -> Rule:
 
 
 def mapping_of(what: str, rule: Rule, *, keys: Rule) -> Rule:
-    """The rule of a mapping, with those of its keys and values."""
+    """The rule of a mapping, by the rules of its keys and of its values."""
 
     def check(values: Any) -> str:
         if not isinstance(values, Mapping):

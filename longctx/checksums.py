@@ -18,7 +18,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 CHUNK = 4 << 20
 """Bytes per checksum."""
 DIGITS = 32
-"""Characters of a checksum; those of a file are joined in one string."""
+"""Characters of a checksum; the checksums of a file are joined in one string."""
 SEAL = "checksum"
 """Key of the checksum of a JSON object, within it."""
 WAITS_S = (0.5, 2.0, 6.0)
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class SummedFile(io.BufferedWriter):
-    """A new binary file that is written from start to end; `checksums` are those of the bytes
+    """A new binary file that is written from start to end; `checksums` are of the bytes
     written so far."""
 
     def __init__(self, path: Path) -> None:

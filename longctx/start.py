@@ -65,7 +65,7 @@ def train(
         resume: continue from the newest complete checkpoint of `train.run_dir`.
         step: continue from the checkpoint of this step instead; later ones are moved to a folder
             set-aside-1 of the run.
-        resume_if_any: the same if there is a checkpoint, else start from the beginning.
+        resume_if_any: resume if a checkpoint exists, else start anew.
         continued: folder of another run, whose newest complete checkpoint is the beginning of this
             run: weights, moments, step and places in the stores. Lengths, stores, batch,
             parallelism and RoPE may differ.

@@ -463,7 +463,7 @@ CASES: dict[str, tuple[Make, Probe, list[str]]] = {
     "ends that the probe has not": (
         ended,
         PLAIN,
-        ["documents end with a token that the probe has not"],
+        ["an end token was appended that the probe does not have"],
     ),
     "rows of 32 tokens": (cut, PLAIN, ["documents are cut short: tokens are in no call"]),
     "parts of 16 tokens": (pieces, PLAIN, [CUT, LOST]),

@@ -151,7 +151,7 @@ class Corpus:
         return digests
 
     def _same_texts(self) -> dict[str, int]:
-        """Returns what to know of texts that are those of another file, with their number. They are
+        """Returns what to know of files with the text of another file, with their number. They are
         read."""
         if self.kind != "files":
             return {}

@@ -34,7 +34,7 @@ class Record(NamedTuple):
     """A record of a source.
 
     Attributes:
-        values: values by key; those of columns that are not read are `...`.
+        values: values by key; a column that is not read has `...`.
         name: place in the source.
         where: path of the file, and line, row or record there, for messages.
         source_bytes: its share of the source's bytes.

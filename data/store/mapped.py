@@ -20,7 +20,7 @@ class MappedFile:
     """An Arrow stream file, mapped into memory."""
 
     def __init__(self, path: Path, checksums: str) -> None:
-        """`checksums` are those of the file. Raises ValueError if it is damaged."""
+        """Opens a file with these checksums. Raises ValueError if it is damaged."""
         self.path = path
         self._checksums = checksums
         self._bytes = pyarrow.memory_map(str(path)).read_buffer()

@@ -67,7 +67,7 @@ class Source:
     """One of several stores that are read as one.
 
     Attributes:
-        documents: indices of its documents among those of all stores.
+        documents: indices of its documents, counted over all stores.
         amount, unit: amount to take from the store: a `weight` (share of the tokens, relative to
             the other weights), or a number of `epochs` (in the time in which the other stores pass
             theirs).

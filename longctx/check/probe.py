@@ -152,8 +152,8 @@ class Tokens:
         return None
 
     def numbers(self, row: Sequence[int]) -> list[int]:
-        """Returns the numbers of a row of ids. An END is that of the document whose last token but
-        one precedes it."""
+        """Returns the numbers of a row of ids. An END belongs to the document whose second-last
+        token is before it."""
         found: list[int] = []
         for token in row:
             number = self.number.get(token, -1)

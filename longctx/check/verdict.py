@@ -178,13 +178,13 @@ PLACES: dict[str, Callable[[Facts, int], bool]] = {
     ),
     REACH: lambda f, n: f.tokens.place[n] >= f.reach,
 }
-"""Where hidden states are those of no context: for these tokens alone, of all ranks or of one."""
+"""Where hidden states are of no context: for these tokens alone, of all ranks or of one."""
 
 EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
     NOT_SHIFTED: lambda f, n, target: target == f.id_after(n, 0),
     "prompts are trained": lambda f, n, target: target == f.id_after(n, 1),
     SHIFTED_TWICE: lambda f, n, target: target == f.id_after(n, 2),
-    "documents end with a token that the probe has not": lambda f, n, target: (
+    "an end token was appended that the probe does not have": lambda f, n, target: (
         n >= 0 and target == END and END not in f.tokens.ids
     ),
     "padding is trained": lambda f, n, target: target == f.tokens.probe.pad,
@@ -379,7 +379,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
 
 
 def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
-    """Yields a common factor that is neither 1 nor that of a mean over what is trained."""
+    """Reports a uniform scale other than 1 or the token mean."""
     wanted = len(facts.wanted)
     trained = sum(facts.kept.values()) + sum(facts.extra.values())
     # 1/N for all targets, or for all that is trained.

@@ -250,7 +250,7 @@ MEANS: dict[str, Callable[[Sequence[float]], float]] = {
     **dict.fromkeys(("most_tokens", "remote_tokens"), max),
     **dict.fromkeys(SPEEDUPS, geometric_mean),
 }
-"""How one number is made of those of several seeds; of others: the mean."""
+"""How one number is made of the numbers of several seeds; otherwise by their mean."""
 SAME = ("seed", "ranks", "tokens_per_rank", "planner", "note")
 
 

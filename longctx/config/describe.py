@@ -21,7 +21,7 @@ _HEAD = "settings, in the YAML file or as --section.key VALUE (values are YAML)"
 
 def overview() -> str:
     """Returns a line for each section, and how to see its settings."""
-    lines = [f"{_HEAD}; `longctx config SECTION` shows those of a section:"]
+    lines = [f"{_HEAD}; `longctx config SECTION` shows a section:"]
     for section, section_type in SECTIONS.items():
         first, *others = _wrapped(str(section_type.__doc__), 13)
         lines += [f"  {section:10} {first.strip()}", *others]

@@ -125,7 +125,7 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
 
 
 def _matrix(weight: torch.Tensor, experts: int, chosen: int) -> Matrix:
-    """Returns a weight as a matrix, or as those of stacked experts; fewer than the router's are
+    """Returns a weight as a matrix, or as the matrices of stacked experts; fewer than the router's are
     those that all tokens use."""
     if not stacks_experts(weight):
         return matrix_of(weight)

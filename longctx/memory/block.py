@@ -56,7 +56,7 @@ class BlockMemory:
         mlp: one intermediate tensor of the MLP.
         turn: its part that is computed in tiles or turns: not an expert of all tokens.
         routed: rows into or out of experts.
-        routed_at_once: those of a tile or turn.
+        routed_at_once: the same, of a tile or turn.
         swapped_share: share of rows whose heads are swapped for tokens (Ulysses).
     """
 

@@ -184,9 +184,8 @@ class RunMemory:
 
         Settings named in `keep` do not change.
 
-        This is the cheapest single change that is enough. Otherwise it is the set whose most
-        expensive change is cheapest, then whose second most expensive one is, and so on; none of
-        its changes could be left out.
+        This is the cheapest single change that is enough; otherwise the set with the cheapest worst
+        change, ties by the next-worst. None of its changes could be left out.
         """
         planned: dict[tuple[object, ...], Sequence[Load]] = {}
         for change in _sets([saving for saving in savings(config) if saving[0] not in keep]):

@@ -123,8 +123,8 @@ class Weights:
         trained_block, trained_root, trained_head, trained: those with gradients: all, or only
             adapters. The head is the vocabulary matrix of the last stage, and a part of the root;
             `trained_tower` of an encoder of images.
-        updated: those of whose shards a rank has optimizer state.
-        matrices: those of `updated` that are in matrices of blocks.
+        updated: parameters with optimizer state on this rank, before sharding.
+        matrices: the part of `updated` in matrices of blocks.
         spared: bytes that quantization saves in a block, compared with the compute dtype.
         largest: the largest parameter, or with adapters an upper bound.
     """

@@ -60,7 +60,7 @@ class Clock:
             self.spans.append((name, self.open[-1] if self.open else None, start, now(self.device)))
 
     def keep(self, name: str) -> None:
-        """Forgets all spans but those of a name, without waiting."""
+        """Forgets all spans except the ones of a name, without waiting."""
         self.spans = [span for span in self.spans if span[0] == name]
 
     def take(self) -> dict[str, float]:

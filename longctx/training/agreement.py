@@ -61,7 +61,7 @@ def identity(
 ) -> dict[str, str]:
     """Returns what must be the same on all ranks, by name; the run folder may differ.
 
-    `fingerprints` are those of the stores for training, `saved` is the checkpoint to continue from.
+    `fingerprints` are of the stores for training, `saved` is the checkpoint to continue from.
     """
     settings: dict[str, str] = {}
     for section, content in config.model_dump(mode="json").items():

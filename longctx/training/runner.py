@@ -157,8 +157,8 @@ class ModelRunner:
         return loss.detach()
 
     def inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
-        """Returns the inputs of this rank for a micro-batch; after the batch's last micro-batch,
-        those of an empty one."""
+        """Returns the inputs of this rank for a micro-batch; after the batch's last one, the inputs
+        of an empty micro-batch."""
         device = self.mesh.device
         counted = None
         if number < len(batch.micro_batches):

@@ -118,7 +118,7 @@ def in_steps(pieces: Iterable[Piece], tokens: int) -> Iterator[list[Piece]]:
 
 
 def validation_documents(config: Config, data: RunData, max_length: int) -> Documents:
-    """Returns the validation documents of a run: those of eval.store, otherwise the held-out
+    """Returns the validation documents of a run: all of eval.store, otherwise the held-out
     documents of its own store.
 
     Raises UserError if there are none, or if they were made with another tokenizer.

@@ -303,7 +303,7 @@ def without_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     """Returns the names of trained parameters that never had a gradient, as of an encoder of
     images, which reads no text.
 
-    Their moments are zero, which are those of the first step.
+    Their moments are zero, as before the first step.
     """
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     return [name for name, weight in trained if weight not in optimizer.state]

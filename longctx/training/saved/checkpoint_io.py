@@ -88,7 +88,7 @@ class TensorPlanner(DefaultLoadPlanner):
 
 
 class SummingFiles(FileSystem):
-    """Writes files of a checkpoint; `checksums` has those of the files written, by name."""
+    """Writes files of a checkpoint; `checksums` has the checksums of each file, by its name."""
 
     def __init__(self, checksums: dict[str, str]) -> None:
         self.checksums = checksums
