@@ -125,8 +125,8 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
 
 
 def _matrix(weight: torch.Tensor, experts: int, chosen: int) -> Matrix:
-    """Returns a weight as a matrix, or as the matrices of stacked experts; fewer than the router's are
-    those that all tokens use."""
+    """Returns a weight as a matrix, or as the matrices of stacked experts; if there are fewer than
+    the router has, all tokens use them."""
     if not stacks_experts(weight):
         return matrix_of(weight)
     count, rows, columns = weight.shape

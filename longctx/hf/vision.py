@@ -61,8 +61,8 @@ class Images:
         pixels: what the image processor makes of the images that this rank encodes, at least one,
             as arguments of the tower.
         share: sends features [tokens of these images, ..] to the ranks that hold the tokens;
-            returns the features of this rank's image tokens, in the order of its buffer. Collective;
-            gradients travel back.
+            returns the features of this rank's image tokens, in the order of its buffer.
+            Collective; gradients travel back.
         rows: which of these features are of images ("image") and of videos ("video"), as
             indices on the device, as the host would wait for a mask; kinds that this rank has.
     """
