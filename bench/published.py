@@ -4,7 +4,7 @@ document, kernel speed.
     python -m bench.published          # seconds; writes bench/results/published.csv and the table of docs/evidence/others.md
 
 Whole runs are those of bench/published_runs.py, half of them held out. Other sources: Megatron-LM's
-benchmark of dynamic context parallelism (bench/megatron_published.py) and Table 1 of Narayanan et
+benchmark of dynamic context parallelism (bench/results/megatron-published.md) and Table 1 of Narayanan et
 al., 2021; verl, pull request 6555; Arctic Long Sequence Training (DeepSpeed, 2025); MagiAttention's
 benchmark. Settings that are not published are assumed, and said in the column "assumed".
 """
