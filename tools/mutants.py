@@ -21,6 +21,7 @@ as it may have moved.
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,8 @@ LEFT_OUT = shutil.ignore_patterns(".venv", ".git", "runs", "stores", "checkpoint
 QUICK = "not slow and not gpu"  # what `make test` runs
 LIMIT_S = 240.0
 LIMIT_ALONE_S = 900.0  # of a fault whose tests did not end beside another one
+# A line of pytest's summary; parameters may have spaces, also " - ".
+FAILED = re.compile(r"(?:FAILED|ERROR) (tests/[^\[\s]+(?:\[.*?\](?= - |$))?)")
 COPY = "LONGCTX_MUTANTS_COPY"  # names the copy in the environment of its processes
 
 
@@ -54,7 +57,7 @@ def definitions(node: ast.AST, wanted: str, inside: str = "") -> Iterator[ast.st
         elif isinstance(child, ast.Assign | ast.AnnAssign):
             targets = child.targets if isinstance(child, ast.Assign) else [child.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
-        if wanted in [inside + name for name in names]:
+        if isinstance(child, ast.stmt) and wanted in [inside + name for name in names]:
             yield child
         if isinstance(child, ast.ClassDef):
             yield from definitions(child, wanted, f"{inside}{child.name}.")
@@ -87,23 +90,60 @@ def modules(root: Path) -> list[Path]:
     return sorted(path for room in PRODUCT for path in (root / room).rglob("*.py"))
 
 
-def result_of(root: Path, fault: Fault, tests: list[str], limit_s: float) -> str:
-    """Puts a fault into a copy of the repository, runs tests and takes it out again. Returns what
-    `by` says of it."""
-    elsewhere = [path for path in modules(root) if path != root / fault["file"]]
-    for path in [root / fault["file"], *elsewhere]:
-        if not path.exists():
-            continue
-        text = path.read_text("utf-8")
-        faulty = with_fault(text, fault["function"], fault["before"], fault["after"])
-        if faulty is None:
-            continue
-        path.write_text(faulty, "utf-8")
-        try:
-            return run_tests(root, tests, limit_s)
-        finally:
-            path.write_text(text, "utf-8")
-    return "changed" if is_defined(root, fault["function"]) else "gone"
+class Copy:
+    """A copy of the repository, with one fault at a time.
+
+    Attributes:
+        root: its folder.
+        sound: tests that pass in it without a fault, as far as that has been asked.
+        broken: tests that fail in it without a fault, and so tell nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_OUT)
+        self.root = folder
+        self.sound: set[str] = set()
+        self.broken: set[str] = set()
+
+    def result(self, fault: Fault, tests: list[str], limit_s: float) -> str:
+        """Returns what `by` says of a fault: tests run with it until one fails that passes without
+        it."""
+        place = self._place(fault)
+        if place is None:
+            return "changed" if is_defined(self.root, fault["function"]) else "gone"
+        path, faulty = place
+        while True:
+            text = path.read_text("utf-8")
+            path.write_text(faulty, "utf-8")
+            try:
+                left_out = [f"--deselect={test}" for test in sorted(self.broken)]
+                result = run_tests(self.root, [*tests, *left_out], limit_s)
+            finally:
+                path.write_text(text, "utf-8")
+            if result in self.broken:  # pytest cannot leave it out
+                return "missing"
+            if not is_test(result) or self._is_sound(result):
+                return result
+
+    def _place(self, fault: Fault) -> tuple[Path, str] | None:
+        """Returns the module that has the function of a fault, and its text with the fault."""
+        first = self.root / fault["file"]
+        elsewhere = [path for path in modules(self.root) if path != first]
+        for path in [first, *elsewhere]:
+            if not path.exists():
+                continue
+            text = path.read_text("utf-8")
+            faulty = with_fault(text, fault["function"], fault["before"], fault["after"])
+            if faulty is not None:
+                return path, faulty
+        return None
+
+    def _is_sound(self, test: str) -> bool:
+        """Says whether a test passes without a fault."""
+        if test not in self.sound:
+            passes = run_tests(self.root, [test], LIMIT_S) == "survives"
+            (self.sound if passes else self.broken).add(test)
+        return test in self.sound
 
 
 def run_tests(root: Path, tests: list[str], limit_s: float) -> str:
@@ -131,16 +171,16 @@ def classified(status: int, output: str, tests: list[str]) -> str:
     """Returns the first failed test of a pytest run by its exit status and summary, "survives" if
     none failed, "missing" if there is no such test.
 
-    A run that died (a negative status) or that names no test counts for the first one asked for.
+    A run that died (a negative status) or that names no test counts for the first of `tests`.
     """
     if status == 0:
         return "survives"
     if status > 2:
         return "missing"
     for line in output.splitlines():
-        if line.startswith(("FAILED tests", "ERROR tests")):
-            test = line.split(" ", 1)[1]
-            return test.split(" - ")[0]
+        failed = FAILED.match(line)
+        if failed is not None:
+            return failed[1]
     return tests[0]
 
 
@@ -153,11 +193,6 @@ def end_processes(root: Path) -> None:
                 os.kill(int(environment.parent.name), signal.SIGKILL)
         except OSError:  # it ended meanwhile, or is another user's
             continue
-
-
-def copy_of_repository(folder: str) -> Path:
-    """Copies the repository without its outputs into a folder. Returns the copy's root."""
-    return Path(shutil.copytree(ROOT, Path(folder, "copy"), symlinks=True, ignore=LEFT_OUT))
 
 
 def try_all(
@@ -174,16 +209,18 @@ def try_all(
     """
     waiting = list(faults)
     late: list[Fault] = []
+    copies: list[Copy] = []
     lock = Lock()
 
     def worker(folder: str) -> None:
-        root = copy_of_repository(folder)
+        copy = Copy(Path(folder, "copy"))
+        copies.append(copy)
         while True:
             with lock:
                 if not waiting:
                     return
                 fault = waiting.pop(0)
-            result = result_of(root, fault, tests=tests_of(fault), limit_s=LIMIT_S)
+            result = copy.result(fault, tests=tests_of(fault), limit_s=LIMIT_S)
             with lock:
                 if result == "timed out":
                     late.append(fault)
@@ -195,17 +232,22 @@ def try_all(
             for _ in pool.map(worker, (one, two)):
                 pass
         for fault in late:
-            root = Path(one, "copy")
-            done(fault, result_of(root, fault, tests=tests_of(fault), limit_s=LIMIT_ALONE_S))
+            result = copies[0].result(fault, tests=tests_of(fault), limit_s=LIMIT_ALONE_S)
+            done(fault, result)
+
+
+def is_test(result: str) -> bool:
+    """Says whether a result is the test that found a fault."""
+    return result.startswith("tests/")
 
 
 def is_found(fault: Fault) -> bool:
-    return "::" in fault["by"] or fault["by"].startswith("tests/")
+    return is_test(fault["by"])
 
 
 def quick_tests(fault: Fault) -> list[str]:
     """Returns pytest's arguments for the quick ones of the tests that a fault names."""
-    return ["-m", QUICK, *fault.get("tests", ["tests"])]
+    return [*fault.get("tests", ["tests"]), "-m", QUICK]
 
 
 def write(listed: list[Fault]) -> None:
@@ -216,7 +258,7 @@ def find(listed: list[Fault], arguments: list[str]) -> int:
     """Looks for a test where none is known, and writes it into the list."""
 
     def tests_of(fault: Fault) -> list[str]:
-        return ["-m", QUICK, *arguments] if arguments else quick_tests(fault)
+        return [*arguments, "-m", QUICK] if arguments else quick_tests(fault)
 
     def done(fault: Fault, result: str) -> None:
         fault["by"] = result
@@ -235,7 +277,7 @@ def repeat(listed: list[Fault]) -> int:
         return [fault["by"]] if is_found(fault) else quick_tests(fault)
 
     def done(fault: Fault, result: str) -> None:
-        found_now = is_found(fault | {"by": result})
+        found_now = is_test(result)
         if is_found(fault) and not found_now:
             print(f"{result}: {json.dumps(fault, indent=1)}", flush=True)
             lost.append(fault)
