@@ -39,7 +39,7 @@ Fault = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_name("mutants.json")
 PRODUCT = ("attention", "data", "longctx")
-LEFT_OUT = shutil.ignore_patterns(".venv", ".git", "runs", "stores", "checkpoints", ".*_cache")
+OUTPUTS = shutil.ignore_patterns(".venv", ".git", "runs", "stores", "checkpoints", ".*_cache")
 QUICK = "not slow and not gpu"  # what `make test` runs
 LIMIT_S = 240.0
 LIMIT_ALONE_S = 900.0  # of a fault whose tests did not end beside another one
@@ -90,6 +90,11 @@ def modules(root: Path) -> list[Path]:
     return sorted(path for room in PRODUCT for path in (root / room).rglob("*.py"))
 
 
+def outputs(folder: str, names: list[str]) -> set[str]:
+    """Returns what a copy leaves out of a folder: outputs in the root, but not files of tests."""
+    return OUTPUTS(folder, names) if Path(folder) == ROOT else set()
+
+
 class Copy:
     """A copy of the repository, with one fault at a time.
 
@@ -100,7 +105,7 @@ class Copy:
     """
 
     def __init__(self, folder: Path) -> None:
-        shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_OUT)
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=outputs)
         self.root = folder
         self.sound: set[str] = set()
         self.broken: set[str] = set()
