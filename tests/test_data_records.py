@@ -432,6 +432,19 @@ def test_a_part_may_have_any_weight(tmp_path: Path, checkpoints: dict[str, Path]
         assert store.manifest is not None and store.manifest.weighted_documents == 1
 
 
+def test_the_end_after_a_template_has_the_weight_of_the_last_message(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    """Of one that does not end the last turn itself."""
+    template = (
+        "{% for message in messages %}{% if not loop.first %}\n{% endif %}"
+        "{{ message.role }}: {{ message.content }}{% endfor %}"
+    )
+    store = made(tmp_path, [answered(part("A"), weight=0.5)], checkpoints["SmolLM2"], template)
+    weights = store.token_weights(0, 0, int(store.lengths[0]))
+    assert weights[-2:].tolist() == [0.5, 0.5]
+
+
 SILENT = [part("a", train=False), part("b", weight=0)]
 
 
