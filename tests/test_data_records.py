@@ -188,6 +188,19 @@ def test_speakers_have_many_names(tmp_path: Path) -> None:
         made(tmp_path, [{"messages": [{"role": "critic", "content": "D"}, *chat("Q", "A")]}])
 
 
+def test_a_turn_may_have_several_tool_calls(tmp_path: Path) -> None:
+    calls = [{"name": "add", "arguments": {"a": number}} for number in (1, 2)]
+    for said in (calls, calls[:1], calls[0]):
+        turns = [
+            {"from": "human", "value": "Q"},
+            {"from": "function_call", "value": json.dumps(said)},
+        ]
+        (document,) = documents(tmp_path, [{"conversations": turns}])
+        made_calls = document.messages[1]["tool_calls"]
+        expected = said if isinstance(said, list) else [said]
+        assert [each["function"]["name"] for each in made_calls] == ["add"] * len(expected)
+
+
 def test_a_call_by_its_old_name_is_a_tool_call(tmp_path: Path) -> None:
     one = {"name": "add", "arguments": '{"a": 2}'}
     for content in ("", None):
