@@ -23,7 +23,7 @@ from longctx.training.trainer import Trainer
 from tests.huggingface_cases import build_model
 from tests.training_cases import SMALL, start, whole
 
-RANK, ALPHA = 4, 12.0
+RANK, ALPHA = 4, 12.5  # neither alpha nor the scale is a whole number
 SETTINGS = [
     f"lora.rank={RANK}",
     f"lora.alpha={ALPHA}",

@@ -21,6 +21,7 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.training.run_profile import read_described
 from tests import calibration_cases, launched
 from tests.calibration_cases import TINY
+from tests.family_cases import build
 from tests.workers import Workers
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -216,6 +217,9 @@ def test_what_is_refused_before_anything_is_measured(
     assert "no hardware profile 'h1000'" in refusal(capsys, "--base", "h1000")
     assert "did you mean batch.tokens_per_rank?" in refusal(capsys, "--batch.tokens_per_rnk=5")
     assert "none.yaml not found" in refusal(capsys, str(tmp_path / "none.yaml"))
+    build("llama", "eager").save_pretrained(tmp_path / "llama")
+    said = refusal(capsys, f"--model.from_pretrained={tmp_path / 'llama'}")
+    assert "but profiles are measured with the native decoder, and scaled" in said
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     said = refusal(capsys, "--parallel.pipeline_parallel_size=2")

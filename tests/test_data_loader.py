@@ -231,6 +231,8 @@ def test_what_goes_wrong_is_raised_by_the_step_that_it_belongs_to(store: Store) 
 
     with loader(store, planner=failing) as source:
         assert [batch.step for batch in take(source, 2)] == [1, 2]
+        assert source._ahead is not None and source._ahead.exception() is not None
+        assert source.next_hash() is None, "ranks agree on plans alone"
         for _ in range(2):
             with pytest.raises(PlanError, match="no room"):
                 next(source)

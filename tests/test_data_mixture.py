@@ -288,6 +288,8 @@ def test_documents_are_held_out_of_every_store(stores: list[Store]) -> None:
     )
     evaluated = Documents.choose(load(None, []), joined, 100, held_out_share=0.3)
     assert {piece.document for piece in evaluated.pieces} == set(np.flatnonzero(apart).tolist())
+    first = Documents.choose(load(None, []), joined, 100, first=2, held_out_share=0.3)
+    assert {piece.document for piece in first.pieces} == set(np.flatnonzero(apart)[:2].tolist())
 
 
 def test_the_same_documents_twice_are_refused(stores: list[Store]) -> None:

@@ -189,6 +189,19 @@ def test_speakers_have_many_names(tmp_path: Path) -> None:
         made(tmp_path, [{"messages": [{"role": "critic", "content": "D"}, *chat("Q", "A")]}])
 
 
+def test_a_turn_may_have_several_tool_calls(tmp_path: Path) -> None:
+    calls = [{"name": "add", "arguments": {"a": number}} for number in (1, 2)]
+    for said in (calls, calls[:1], calls[0]):
+        turns = [
+            {"from": "human", "value": "Q"},
+            {"from": "function_call", "value": json.dumps(said)},
+        ]
+        (document,) = documents(tmp_path, [{"conversations": turns}])
+        made_calls = document.messages[1]["tool_calls"]
+        expected = said if isinstance(said, list) else [said]
+        assert [each["function"]["name"] for each in made_calls] == ["add"] * len(expected)
+
+
 def test_a_call_by_its_old_name_is_a_tool_call(tmp_path: Path) -> None:
     one = {"name": "add", "arguments": '{"a": 2}'}
     for content in ("", None):
@@ -431,6 +444,19 @@ def test_a_part_may_have_any_weight(tmp_path: Path, checkpoints: dict[str, Path]
         ]
         assert by_character[place : place + 8] == [0.125, 0.125, 1, 1, 1, 0.5, 0.5, 0.5]
         assert store.manifest is not None and store.manifest.weighted_documents == 1
+
+
+def test_the_end_after_a_template_has_the_weight_of_the_last_message(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    """Of one that does not end the last turn itself."""
+    template = (
+        "{% for message in messages %}{% if not loop.first %}\n{% endif %}"
+        "{{ message.role }}: {{ message.content }}{% endfor %}"
+    )
+    store = made(tmp_path, [answered(part("A"), weight=0.5)], checkpoints["SmolLM2"], template)
+    weights = store.token_weights(0, 0, int(store.lengths[0]))
+    assert weights[-2:].tolist() == [0.5, 0.5]
 
 
 SILENT = [part("a", train=False), part("b", weight=0)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 
 from longctx.cli import main
+from longctx.config import load
+from longctx.data.records.tokenizer import Tokenizer
 from longctx.data.store.store import Store
 from longctx.evaluation.loss import LossPart
+from longctx.evaluation.target import Target
 from tests import launched
 from tests.evaluation_cases import (
     FOR_CHECKPOINTS,
@@ -244,6 +248,34 @@ def test_a_run_without_a_checkpoint_is_refused(
     (tmp_path / "config.yaml").write_text("{}")
     assert main(["eval", str(tmp_path), "--store", str(store)]) == 2
     assert "has no complete checkpoint: there is nothing to evaluate" in capfd.readouterr().err
+
+
+def test_damaged_checkpoints_are_told_or_refused(
+    store: Path, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    saved = copy / "checkpoints" / "step-000002"
+    later = shutil.copytree(saved, copy / "checkpoints" / "step-000003")
+    (later / "state.json").unlink()
+    (note,) = Target.open(str(copy), WHOLE, 1).notes
+    assert note.startswith(f"{later} ") and note.endswith("not used")
+    largest = max(saved.iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[-1] ^= 1
+    largest.write_bytes(content)
+    assert main(["eval", str(copy), "--store", str(store), *(f"--{each}" for each in WHOLE)]) == 2
+    assert "move it away to evaluate an earlier checkpoint" in capfd.readouterr().err
+
+
+def test_another_tokenizer_is_told(store: Path, tmp_path: Path) -> None:
+    """The store's may end documents with a token of its own choice."""
+    text = Store.open(store).tokenizer.text
+    (tmp_path / "tokenizer.json").write_text(text, "utf-8")
+    target = Target(str(tmp_path), load(None, []), None)
+    assert not target.other_tokenizer(Tokenizer(text, "a"))
+    changed = json.loads(text) | {"normalizer": {"type": "Lowercase"}}
+    said = target.other_tokenizer(Tokenizer(json.dumps(changed)))
+    assert "the store was made with another tokenizer than" in said
 
 
 def test_perplexity_of_a_hopeless_model_is_no_error() -> None:

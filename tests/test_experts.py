@@ -388,6 +388,16 @@ def test_which_gpus_leave_gradients(
     assert leaves_gradients.__wrapped__() == leaves
 
 
+def test_experts_are_chosen_in_float32_under_bfloat16() -> None:
+    """Rounded logits would choose others where experts are almost equally likely."""
+    gate = sparse(shape_of(), torch.bfloat16).gate
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = gate(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, F.linear(x.float(), gate.weight.float()))
+    assert gate.routes(logits, None)[1].dtype == torch.float32
+
+
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_losses_are_those_of_the_papers(scores: str) -> None:
     mlp = sparse(shape_of(router_scores=scores))

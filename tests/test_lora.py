@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
 from longctx.hf.lora import merge, with_adapters, write_adapter
+from longctx.hf.model import OURS
 from longctx.hf.spec import spec_of
 from longctx.planning.cost.work import work_of
 from longctx.training.metrics import model_flops
@@ -89,6 +90,7 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
     shutil.copytree(checkpoints["llama"], moved)
     for change, message in (
         (["lora.rank=8"], "lora.rank is 8, was 4"),
+        (["lora.alpha=6"], "lora.alpha is 6.0, was 12.5"),
         (["lora.base=int8"], "lora.base is 'int8', was None"),
         (
             ["lora.target_modules=[q_proj]"],
@@ -185,6 +187,29 @@ def test_peft_loads_the_adapter_and_merges_the_same(
     assert {name.removeprefix("hf.") for name in merged} == dict(expected.named_parameters()).keys()
     for name, weight in expected.named_parameters():
         assert torch.equal(merged[f"hf.{name}"], weight), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_adapters_begin_as_those_of_peft(checkpoints: dict[str, Path], kind: str) -> None:
+    """A of every layer is drawn anew, as far from 0 as peft's own; B is 0."""
+    ours = load(None, settings_of(checkpoints[kind])).model_source().build()
+    plain = AutoModelForCausalLM.from_pretrained(checkpoints[kind])
+    theirs = {
+        f"{OURS}{name}": weight
+        for name, weight in get_peft_model(
+            plain, ours.peft_config()
+        ).base_model.model.named_parameters()
+    }
+    sums = set()
+    for name, weight in ours.named_parameters():
+        if not weight.requires_grad:
+            continue
+        value, expected = ours.initial_value(name, weight.detach(), 3), theirs[name].detach()
+        assert value.abs().max() == pytest.approx(float(expected.abs().max()), rel=0.15), name
+        assert torch.equal(value, ours.initial_value(name, weight.detach(), 3))
+        assert value.any() == name.endswith("lora_A.default.weight")
+        sums.add(float(value.sum()))
+    assert len(sums) == 1 + sum(name.endswith("lora_A.default.weight") for name in theirs)
 
 
 def base_logits(checkpoint: Path, dtype: str, ids: torch.Tensor) -> torch.Tensor:

@@ -453,6 +453,8 @@ def test_where_decay_begins_and_ends() -> None:
         and every[9] == pytest.approx(0.2)
     )
     assert rates(warmup_steps=0, schedule="wsd", decay_share=0.0) == [2.0] * 10
+    late = rates(warmup_steps=8, schedule="wsd", decay_share=0.4)
+    assert late[7:] == pytest.approx([2.0, 2 * (0.1 + 0.9 * 0.5), 0.2]), "after the warm-up"
     assert min(rates(10_000, warmup_steps=4, schedule="inverse_sqrt")) == 0.2
 
 

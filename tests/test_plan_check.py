@@ -10,6 +10,7 @@ import pytest
 from longctx.planning.check import check_plan
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
+from longctx.planning.pipeline import Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 
@@ -112,6 +113,8 @@ def request(**change: Any) -> dict[str, Any]:
         ({"mode": "bins", "bins": {200: 5}}, "bin 200 has degree 5: must be in 1..4"),
         ({"mode": "bins", "bins": {}}, "the table must not be empty"),
         ({"max_remote_tokens": 0}, "max_remote_tokens is 0"),
+        ({"pipeline": Pipeline(0)}, "pipeline ranks is 0"),
+        ({"pipeline": Pipeline(2, 0)}, "pipeline chunks is 0"),
     ],
 )
 def test_impossible_requests_say_what_would_do(change: dict[str, Any], message: str) -> None:

@@ -36,7 +36,7 @@ def flat(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.fixture
 def lengths(tmp_path: Path) -> Path:
     path = tmp_path / "lengths.txt"
-    path.write_text("30000\n\n500\n 700 \n12000\n40\n")
+    path.write_text("\ufeff30000\n\n500\n 700 \n12000\n40\n")
     return path
 
 

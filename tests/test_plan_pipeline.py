@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.model.presets import PRESETS
 from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.cost.rounds import plan_score
+from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
@@ -79,6 +81,24 @@ def test_the_modelled_bubble_is_that_of_the_schedule(ranks: int, extra: int) -> 
     assert simulated_1f1b([1.0] * micro_batches, ranks) == pytest.approx(
         micro_batches + Pipeline(ranks).bubble
     )
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_work_of_a_rank_is_that_of_its_stages(tensor: int) -> None:
+    """A token of a micro-batch passes each of a rank's stages: its hidden states are received in
+    bfloat16 forward, and their gradients backward."""
+    spec = replace(PRESETS["tiny"].spec, layers=PRESETS["tiny"].spec.layers[:1] * 8, vocab_size=99)
+    whole, plain, chunked = (
+        work_of(spec, "bfloat16", pipeline=pipeline, tensor=tensor, gpus=16)
+        for pipeline in (NO_PIPELINE, Pipeline(4), Pipeline(4, 2))
+    )
+    one_way = 2 * spec.hidden_size / tensor
+    assert (whole.pipeline_bytes, whole.gpus, whole.layers) == (0, 1, 8)
+    assert (plain.pipeline_bytes, plain.gpus) == (2 * one_way, 16)
+    assert (chunked.pipeline_bytes, chunked.gpus) == (2 * 2 * one_way, 16)
+    for part in (plain, chunked):
+        assert part.kv_bytes * 8 == whole.kv_bytes * part.layers and part.layers < 8
+        assert part.attention * 8 == whole.attention * part.layers
 
 
 def test_the_order_suits_the_schedule() -> None:

@@ -1,12 +1,16 @@
 """The timeline agrees with the cost model: blocks and waits fill each rank up to its modelled time
 and never overlap."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 
 from longctx.planning.cost.rounds import plan_score
 from longctx.planning.plan import Plan
 from longctx.plots.colours import by_class, class_name, degree_class
+from longctx.plots.terminal import IDLE, LAUNCH, WAIT, _row
 from longctx.plots.timeline import timeline
 from tests.marks import examples
 from tests.test_plan_properties import H100, plan_or_none, requests
@@ -75,3 +79,13 @@ def test_degree_classes() -> None:
     )
     assert plan is not None
     assert by_class(plan) == {1: (3, 9700)}
+
+
+def test_a_row_of_a_terminal_shows_the_waits_of_its_own_rank() -> None:
+    wait = SimpleNamespace(rank=1, start_s=4.0, stop_s=6.0)
+    times: Any = SimpleNamespace(
+        makespan_s=10.0, micro_batches=[(0.0, 10.0)], blocks=[], waits=[wait]
+    )
+    rows = ["".join(letter for letter, _ in _row(times, rank, 10)) for rank in range(3)]
+    idle = LAUNCH + IDLE * 9
+    assert rows == [idle, LAUNCH + IDLE * 3 + WAIT * 2 + IDLE * 4, idle]

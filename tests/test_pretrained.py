@@ -1,6 +1,7 @@
 """Checkpoints of transformers in the trainer: read, packed, split over ranks and sharded, against
 transformers alone."""
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -345,6 +346,25 @@ def test_a_run_whose_checkpoint_is_gone_says_how_to_go_on(
     assert "from step 2;" in capsys.readouterr().out and checkpoint.steps(run)[-1] == 3
 
 
+@pytest.mark.parametrize("way", ["transformers", "native", "adapters"])
+def test_weights_of_another_shape_are_told(tmp_path: Path, way: str) -> None:
+    """Transformers would draw others in their place."""
+    build_model("llama", "eager").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    config["intermediate_size"] += 16
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    told = r"does not fit its config.json: .*_proj.weight has shape \(\d+, \d+\), not \(\d+, \d+\)"
+    with pytest.raises(PretrainedError, match=told):
+        read_all(source_of(tmp_path, way).build())
+
+
+def source_of(folder: Path, way: str) -> Any:
+    """The source of a model from a checkpoint in one of three ways."""
+    if way == "adapters":
+        return adapted(str(folder), (), Lora(2, 2.0), "float32")
+    return pretrained(str(folder), (), way, False)
+
+
 def read_all(model: Any) -> None:
     for name, parameter in model.named_parameters():
         model.initial_value(name, parameter, 0)
@@ -363,12 +383,7 @@ def test_nan_and_infinity_of_a_checkpoint_are_told_when_it_is_read(
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = value
     model.save_pretrained(tmp_path)
-    source = (
-        adapted(str(tmp_path), (), Lora(2, 2.0), "float32")
-        if way == "adapters"
-        else pretrained(str(tmp_path), (), way, False)
-    )
-    built = source.build()
+    built = source_of(tmp_path, way).build()
     told = (
         r"layers.1.mlp.up_proj.weight has 1 of 1,536 numbers that are NaN or infinite \(the "
         r"first at \[3, 5\]\)"

@@ -239,6 +239,8 @@ def test_damaged_checkpoints_are_neither_counted_nor_deleted(
 def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
     pretend_checkpoints(tmp_path, 999_998, 999_999, 1_000_000)
     assert checkpoint.newest(tmp_path)[0].step == 1_000_000
+    saving.prune(tmp_path, None, tmp_path / "checkpoints" / "step-1000000")
+    assert len(checkpoint.steps(tmp_path)) == 3, "without a limit all stay"
     saving.prune(tmp_path, 2, tmp_path / "checkpoints" / "step-1000000")
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == [
         "step-1000000",
