@@ -8,16 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import ExifTags, Image
 
 from longctx.hf.vision import VISION_FAMILIES, ImagePlace, weights_of_images
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
-from longctx.trainers.documents import rows_of
-from longctx.trainers.exchange import Known
+from longctx.trainers.documents import Document, cut_rows
+from longctx.trainers.exchange import DocumentInfo
+from longctx.trainers.families import AttentionOptions
 from longctx.trainers.images import DocumentImages, exchange_pixels, images_of_rows
+from longctx.trainers.step import Planning, StepExchange
 from tests import launched, video_cases, vision_cases
 from tests.data_cases import placed_plan, write_jsonl
 from tests.marks import slow_unless
@@ -362,7 +366,7 @@ def test_text_models_refuse_images() -> None:
         TrainerError,
         match=r"pixel_values, which splitting documents would lose.*images only for llava",
     ):
-        rows_of(
+        cut_rows(
             {
                 "input_ids": torch.zeros(1, 2),
                 "labels": torch.zeros(1, 2),
@@ -371,10 +375,32 @@ def test_text_models_refuse_images() -> None:
         )
 
 
+def pixels_of_two_kinds_on_a_rank() -> str:
+    """Returns the error that this rank raises, if the first one has drawn such a document."""
+    ids = np.arange(5)
+    images = None
+    if dist.get_rank() == 0:
+        places = (ImagePlace(0, 1, (1, 1, 1)), ImagePlace(2, 1, (1, 1, 1)))
+        images = DocumentImages(places, (torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 8, 8)))
+    world = dist.group.WORLD
+    attention = AttentionOptions(torch.device("cpu"), group=world)
+    exchange = StepExchange(Planning(PROFILE, 200), attention, ids_group=world)
+    with pytest.raises(TrainerError) as raised:
+        exchange.plan_and_exchange([[Document(ids, ids, images=images)]])
+    exchange.undo.close()
+    return str(raised.value)
+
+
+def test_pixels_of_two_kinds_on_a_rank_end_all(workers: Workers) -> None:
+    first, second = workers.run(pixels_of_two_kinds_on_a_rank, 2, timeout_s=60.0)
+    assert "by one image processor" in first
+    assert second.startswith("rank 0 cannot train: ") and "by one image processor" in second
+
+
 def test_pixels_of_two_kinds_are_refused() -> None:
     kinds = [torch.zeros(0, 3, 16, 16), torch.zeros(0, 3, 8, 8)]
     known = [
-        Known(0, number, 20, 1, None, vision_cases.PLACES[4], kind)
+        DocumentInfo(0, number, 20, 1, None, vision_cases.PLACES[4], kind)
         for number, kind in enumerate(kinds)
     ]
     with pytest.raises(

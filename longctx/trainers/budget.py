@@ -129,7 +129,7 @@ class Workload:
             loads = [replace(load, source=load.tokens // 2) for load in loads]
         vocabulary = self.spec.vocab_size or 0
         logits = LOGITS_BYTES * tokens * vocabulary if all_logits else 0
-        if self.traits.of_trl is not None:
+        if self.traits.trl_class is not None:
             logits = TILE_BYTES[device] * min(tokens, TILE[0]) * min(vocabulary, TILE[1])
         return estimate(self.spec, config, ranks, loads, fused=device == "cuda").total + logits
 
@@ -150,7 +150,7 @@ def _spec_of(traits: Traits) -> ModelSpec:
 
 def _sizes(traits: Traits) -> ModelSpec:
     model = traits.model
-    if traits.pairs:
+    if traits.encoder_decoder:
         with prepared(model):  # refuses those that have no such blocks
             blocks, spec = (
                 [*model.get_encoder().layers, *model.get_decoder().layers],

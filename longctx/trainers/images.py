@@ -27,7 +27,7 @@ from longctx.hf.vision import (
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import Grid
 from longctx.planning.plan import Plan
-from longctx.trainers.exchange import Known
+from longctx.trainers.exchange import DocumentInfo
 from longctx.trainers.image_shares import Image, Pixels, encoding_ranks
 from longctx.trainers.refusals import TrainerError
 
@@ -199,7 +199,7 @@ def merge_size(hf: Any) -> int:
 def exchange_pixels(
     hf: Any,
     plan: Plan,
-    documents: Sequence[Known],
+    documents: Sequence[DocumentInfo],
     own: Mapping[int, DocumentImages],
     rank: int,
     group: Any,
@@ -224,7 +224,7 @@ def exchange_pixels(
         for (document, image), encoder in encoding_ranks(placements, places).items():
             known = documents[document]
             if known.rank == rank:
-                sent[encoder].append(own[known.number].pixels[image])
+                sent[encoder].append(own[known.drawn_index].pixels[image])
             if encoder == rank:
                 received[known.rank].append((document, image))
     sizes = [

@@ -29,7 +29,7 @@ from longctx.trainers.refusals import TrainerError
 
 TARGETS = "spans_of_targets"
 """Field of a batch with the first column of every row's target, and the one after it."""
-OF_TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask", TARGETS)
+TARGET_FIELDS = ("labels", "decoder_input_ids", "decoder_attention_mask", TARGETS)
 
 
 class WatchingTargets:
@@ -73,7 +73,7 @@ def rows_of_pairs(batch: Mapping[str, Any], hf: Any, training: bool = True) -> l
     Labels that are masked at the end of a target are left out, as nothing depends on them. Raises
     TrainerError for what would be lost.
     """
-    refuse_lost_fields(batch, ("input_ids", "attention_mask", "num_items_in_batch", *OF_TARGETS))
+    refuse_lost_fields(batch, ("input_ids", "attention_mask", "num_items_in_batch", *TARGET_FIELDS))
     if batch.get("input_ids") is None or (
         batch.get("labels") is None and batch.get("decoder_input_ids") is None
     ):
@@ -81,7 +81,7 @@ def rows_of_pairs(batch: Mapping[str, Any], hf: Any, training: bool = True) -> l
             "the data collator returns no input_ids, or no labels: return both for every record"
         )
     check_shapes(batch, ["input_ids", "attention_mask"])
-    check_shapes(batch, [name for name in OF_TARGETS[:3] if batch.get(name) is not None])
+    check_shapes(batch, [name for name in TARGET_FIELDS[:3] if batch.get(name) is not None])
     fields = (batch.get(name) for name in ("input_ids", "labels", "decoder_input_ids"))
     moved: list[Any] = [None if field is None else field.cpu() for field in fields]
     ids, labels, read = moved

@@ -103,7 +103,8 @@ def refuse(traits: Traits, replaced: Sequence[str]) -> None:
     `replaced` are the names in a trainer of whole steps that are replaced, or of no use.
     """
     set_on_it = [name for name in WRAPPED if name in vars(traits.trainer)]
-    names = {"sequences": LOSS[:1], "rows": set_on_it, "steps": replaced}[traits.kind]
+    names_by_kind = {"token_values": LOSS[:1], "hidden_states": set_on_it, "step": replaced}
+    names = names_by_kind[traits.kind]
     problems = [
         *_trainer_problems(traits),
         *_uneven_problems(traits),
@@ -119,27 +120,27 @@ def refuse(traits: Traits, replaced: Sequence[str]) -> None:
 
 def _trainer_problems(traits: Traits) -> Iterator[str]:
     trainer = traits.trainer
-    if traits.of_trl not in (None, *KINDS):
+    if traits.trl_class not in (None, *KINDS):
         yield (
-            f"{traits.of_trl} is not supported: use transformers.Trainer, {', '.join(KINDS)} or "
+            f"{traits.trl_class} is not supported: use transformers.Trainer, {', '.join(KINDS)} or "
             "your own subclass of those"
         )
     if trainer.model_init is not None:
         yield (
             "model_init builds another model when training begins: pass model=model_init() instead"
         )
-    if trainer.compute_loss_func is not None and traits.kind != "rows":
+    if trainer.compute_loss_func is not None and traits.kind != "hidden_states":
         yield (
             "compute_loss_func sees only this rank's tokens: omit it, or use "
             "transformers.Trainer with a model of text alone"
         )
-    sums = trainer.model_accepts_loss_kwargs or traits.kind != "steps"
+    sums = trainer.model_accepts_loss_kwargs or traits.kind != "step"
     if not sums and not traits.means_of_batches and not traits.masked:
         yield (
             f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a "
             "causal model of transformers"
         )
-    if traits.balances and (traits.kind == "rows" or traits.images):
+    if traits.balances and (traits.kind == "hidden_states" or traits.images):
         yield (
             "the auxiliary loss of routers is not computed beside images or losses of whole rows: "
             "set router_aux_loss_coef=0.0 "
@@ -152,7 +153,7 @@ def _uneven_problems(traits: Traits) -> Iterator[str]:
     rows."""
     trainer, args = traits.trainer, traits.args
     if (
-        traits.kind != "rows"
+        traits.kind != "hidden_states"
         or not traits.has_unknown_loss
         or args.dataloader_drop_last
         or args.world_size == 1
@@ -203,7 +204,7 @@ def _argument_problems(traits: Traits) -> Iterator[str]:
             f"the trainer is on {args.device.type}, for which there are no kernels: set "
             "use_cpu=True in its arguments"
         )
-    smoothed = traits.of_trl is None and not traits.pairs
+    smoothed = traits.trl_class is None and not traits.encoder_decoder
     for name in ("torch_compile", "use_liger_kernel", *["label_smoothing_factor"] * (not smoothed)):
         if getattr(args, name, None):
             yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
@@ -250,7 +251,7 @@ def _argument_problems(traits: Traits) -> Iterator[str]:
 
 def _model_problems(traits: Traits) -> Iterator[str]:
     model, head = traits.model, type(traits.model).__name__
-    if head.endswith(OTHER_HEADS) and traits.kind != "rows":
+    if head.endswith(OTHER_HEADS) and traits.kind != "hidden_states":
         yield (
             f"{head} has a head that is not for tokens: use transformers.Trainer, and no "
             "encoder-decoder or reader of images"
@@ -260,19 +261,19 @@ def _model_problems(traits: Traits) -> Iterator[str]:
             f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another "
             "family's model"
         )
-    if model.base_model is model and not traits.has_own_loss and not traits.pairs:
+    if model.base_model is model and not traits.has_own_loss and not traits.encoder_decoder:
         yield (
             f"{head} has no head, and so no loss: use a model with one, such as those for causal "
             "language models"
         )
-    if traits.of_trl and traits.pairs:
+    if traits.trl_class and traits.encoder_decoder:
         yield (
-            f"{traits.of_trl} makes batches without sources, but the model is an "
+            f"{traits.trl_class} makes batches without sources, but the model is an "
             "encoder-decoder: use Seq2SeqTrainer"
         )
-    if traits.of_trl and traits.masked:
+    if traits.trl_class and traits.masked:
         yield (
-            f"{traits.of_trl} trains causal models, but the model is an encoder: use "
+            f"{traits.trl_class} trains causal models, but the model is an encoder: use "
             "transformers.Trainer with a collator that "
             "masks"
         )
@@ -285,7 +286,7 @@ def _model_problems(traits: Traits) -> Iterator[str]:
                     f"{name} is {value:g} in the model's config, which no kernel of attention "
                     "has: set it to 0"
                 )
-    if traits.pairs and traits.noisy:
+    if traits.encoder_decoder and traits.noisy:
         yield (
             "the model is an encoder-decoder, whose dropout and NEFTune would depend on how "
             "documents are split: omit them"
@@ -376,14 +377,14 @@ def _ddp_problems(traits: Traits) -> Iterator[str]:
             "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the "
             "encoder"
         )
-    if traits.kind == "steps" and getattr(args, "ddp_static_graph", False):
+    if traits.kind == "step" and getattr(args, "ddp_static_graph", False):
         yield "ddp_static_graph is True, but ranks have other micro-batches in every step: omit it"
     finds_unused = bool(handler and handler.find_unused_parameters)
-    if traits.reentrant and (traits.kind != "steps" or finds_unused):
+    if traits.reentrant and (traits.kind != "step" or finds_unused):
         calls = "takes one call of the model before backward, but a call is planned as several"
         twice = "sees weights ready twice beside ddp_find_unused_parameters"
         yield (
-            f"use_reentrant is True, with which DDP {twice if traits.kind == 'steps' else calls}: "
+            f"use_reentrant is True, with which DDP {twice if traits.kind == 'step' else calls}: "
             "set "
             f"gradient_checkpointing_kwargs={{'use_reentrant': False}} in {type(args).__name__}, "
             "or where the model is told to "
@@ -402,13 +403,13 @@ def notes_on_data(traits: Traits, most: int) -> Iterator[str]:
     if (
         args.world_size > 1
         and not args.average_tokens_across_devices
-        and traits.kind != "sequences"
+        and traits.kind != "token_values"
     ):
         yield (
             "note: average_tokens_across_devices=False changes nothing: the loss is the mean "
             "over the tokens of all ranks"
         )
-    if traits.kind == "steps" and traits.means_of_batches:
+    if traits.kind == "step" and traits.means_of_batches:
         asking = (
             traits.model
             if getattr(traits.model, "accepts_loss_kwargs", None) is False
@@ -427,7 +428,7 @@ def notes_on_data(traits: Traits, most: int) -> Iterator[str]:
                 each, "data"
             ):
                 continue
-            lengths = _document_lengths(each, traits.pairs)
+            lengths = _document_lengths(each, traits.encoder_decoder)
             if (longest := lengths.max(initial=0)) > most:
                 raise TrainerError(
                     f"{name} has a document of {longest:,} tokens, but {args.world_size} ranks "
