@@ -35,16 +35,18 @@ def agreeing_on_errors(ranks: int) -> Iterator[None]:
 
 def check_same(ranks: int, **given: Any) -> None:
     """Raises TrainerError if a rank was given other arguments. Collective."""
+    if ranks == 1 or not dist.is_initialized():
+        return
     everyone: list[Any] = [None] * ranks
     with agreeing_on_errors(ranks):
-        if ranks > 1 and dist.is_initialized():
-            dist.all_gather_object(everyone, {name: repr(value) for name, value in given.items()})
-            for name in given:
-                if len(values := sorted({each[name] for each in everyone})) > 1:
-                    raise TrainerError(
-                        f"{name} is {values[0]} on one rank and {values[1]} on another: give all "
-                        "ranks the same"
-                    )
+        dist.all_gather_object(everyone, {name: repr(value) for name, value in given.items()})
+        for name in given:
+            values = sorted({rank_given[name] for rank_given in everyone})
+            if len(values) > 1:
+                raise TrainerError(
+                    f"{name} is {values[0]} on one rank and {values[1]} on another: give all "
+                    "ranks the same"
+                )
 
 
 def drawing_together(

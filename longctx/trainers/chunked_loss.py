@@ -97,7 +97,8 @@ class ChunkedLoss(Rider):
         weight = self.head.weight
         if torch.is_autocast_enabled(hidden.device.type):  # once, not for every chunk
             dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            hidden = hidden.to(dtype)
+            weight = weight.to(dtype)
         return cross_entropy_sum(hidden, weight, labels, divisor, rows=self.rows)
 
     def _is_exact(self, model: Any) -> bool:

@@ -213,7 +213,8 @@ def check_shapes(batch: Mapping[str, Any], names: Sequence[str]) -> None:
                 "return the same"
             )
         if name.endswith("mask"):
-            if others := field[(field != 0) & (field != 1)].unique().tolist():
+            others = field[(field != 0) & (field != 1)].unique().tolist()
+            if others:
                 raise TrainerError(
                     f"{name} has {others[0]:g}, but must be 1 for tokens and 0 for padding: packed "
                     "rows are cut by position_ids"
@@ -228,7 +229,8 @@ def _cuts(row: int, positions: Ids) -> list[int]:
     """Returns where documents after the first one begin. Raises TrainerError for positions that do
     not count 0, 1, 2, .."""
     steps = np.diff(positions, prepend=-1)
-    if len(wrong := np.flatnonzero((positions != 0) & (steps != 1))):
+    wrong = np.flatnonzero((positions != 0) & (steps != 1))
+    if len(wrong):
         at = int(wrong[0])
         raise TrainerError(
             f"position_ids of row {row} have {positions[at]} "
@@ -256,12 +258,13 @@ def spans_of_mask(name: str, mask: torch.Tensor) -> list[Span]:
 def labels_beside_padding(batch: Mapping[str, Any]) -> int:
     """Returns how many labels of a causal model's batch stand on padding, or follow it. Documents
     do not have them."""
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    mask = batch.get("attention_mask")
+    labels = batch.get("labels")
     if mask is None or labels is None:
         return 0
-    return int(
-        ((labels[:, 1:] != IGNORED_LABEL) & ~(mask[:, 1:].bool() & mask[:, :-1].bool())).sum()
-    )
+    has_label = labels[:, 1:] != IGNORED_LABEL
+    is_next_token = mask[:, 1:].bool() & mask[:, :-1].bool()
+    return int((has_label & ~is_next_token).sum())
 
 
 def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -302,10 +305,9 @@ def _documents_in(example: Any) -> int:
     of examples."""
     if isinstance(example, Mapping):
         return len(example.get("seq_lengths", [0]))
-    packed = isinstance(example, list | tuple) and all(
-        isinstance(each, Mapping) for each in example
-    )
-    return len(example) if packed else 1
+    if isinstance(example, list | tuple) and all(isinstance(part, Mapping) for part in example):
+        return len(example)
+    return 1
 
 
 def _on_host(field: Any) -> Any:
@@ -315,5 +317,6 @@ def _on_host(field: Any) -> Any:
 
 
 def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Returns a tensor's values as an array in host memory."""
     array: npt.NDArray[Any] = tensor.cpu().numpy()
     return array

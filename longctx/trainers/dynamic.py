@@ -30,7 +30,7 @@ from longctx.trainers.agreement import (
 )
 from longctx.trainers.budget import Workload
 from longctx.trainers.chunked_loss import ChunkedLoss
-from longctx.trainers.families import AttentionOptions, family_of
+from longctx.trainers.families import AttentionOptions, family_of, family_of_model
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.kinds import Kind, Traits, inner_model
 from longctx.trainers.noise import Noise
@@ -114,7 +114,8 @@ def dynamic_context_parallel(
     with agreeing_on_errors(ranks):
         check_arguments(TrainerError, RULES, given)
         traits = Traits(trainer, own_loss_is_a_token_sum)
-        refuse(traits, REPLACED)
+        model_family = family_of_model(traits)
+        refuse(traits, REPLACED, family_problems=model_family.problems(traits))
         known_tokens = 1 if tokens_per_rank is None else tokens_per_rank
         check_settings(ranks, known_tokens, mode, degree, bins=None, max_remote_tokens=None)
         workload = Workload.of(traits, profile)
@@ -129,7 +130,7 @@ def dynamic_context_parallel(
                 tokens_per_rank = workload.tokens_that_fit(groups.ids, chunks=has_chunks)
             notes = [
                 *_prepare_kernels(traits, workload.spec, kernel),
-                *notes_on_data(traits, tokens_per_rank * ranks),
+                *notes_on_data(traits, tokens_per_rank * ranks, model_family.length_fields),
             ]
             if traits.kind == "hidden_states":
                 notes.append(_note_of_outputs(traits))
@@ -205,7 +206,7 @@ def _attach(traits: Traits, exchange: StepExchange, merge_prefixes: bool) -> Non
     for rider in exchange.riders:
         undo.enter_context(rider.used_by(models[0]))
     merged = None
-    if merge_prefixes and hasattr(trainer, "_metrics"):
+    if merge_prefixes and exchange.family.merges_prefixes and hasattr(trainer, "_metrics"):
         merged = functools.partial(_record, trainer)
     if traits.kind == "step":
         _plan_steps(traits, exchange)
@@ -214,7 +215,7 @@ def _attach(traits: Traits, exchange: StepExchange, merge_prefixes: bool) -> Non
         for model in models:
             undo.enter_context(replaced_method(model, "forward", head))
     else:
-        _plan_outputs(traits, exchange, None if traits.encoder else merged)
+        _plan_outputs(traits, exchange, merged)
     # Around the train of WholeSteps.
     undo.enter_context(replaced_method(trainer, "train", _train_with_fresh_ddp))
     if exchange.ids_group is not None:
@@ -253,14 +254,13 @@ def restore(trainer: Any) -> None:
 def _prepare_kernels(traits: Traits, spec: ModelSpec, kernel: str) -> Iterator[str]:
     """Yields a line with the kernels of attention, which are compiled now, and a note on an
     allocator without settings."""
-    args, device = traits.args, traits.args.device
-    dtype = (
-        torch.float16
-        if args.fp16
-        else torch.bfloat16
-        if args.bf16
-        else next(traits.model.parameters()).dtype
-    )
+    args = traits.args
+    device = args.device
+    dtype = next(traits.model.parameters()).dtype
+    if args.fp16:
+        dtype = torch.float16
+    elif args.bf16:
+        dtype = torch.bfloat16
     kernels = prepare_kernels(kernel, kernel_requests(spec, device.type, dtype))
     yield (
         f"attention on {device.type} in {str(dtype).removeprefix('torch.')}: "
@@ -354,7 +354,8 @@ def _plan_outputs(
     model = traits.model
     undo = exchange.undo
     padding = None
-    if type(model).__name__.endswith("ForSequenceClassification") and not traits.encoder:
+    classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
+    if classifies_rows and exchange.family.last_token_is_found:
         padding = model.config.get_text_config().pad_token_id
     outputs = PlannedBase(
         exchange,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import Ids, MicroBatch, fill, with_source
 from longctx.hf.attention import model_inputs, row
+from longctx.hf.vision import weights_of_images
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.layout import Layout, Span
 from longctx.planning.parts import PartCosts
@@ -44,7 +45,7 @@ from longctx.trainers.images import (
 from longctx.trainers.kinds import Traits
 from longctx.trainers.pairs import WatchingTargets, columns_of, rows_of_pairs, sharded_with_head
 from longctx.trainers.prepared import replaced_method
-from longctx.trainers.refusals import TrainerError
+from longctx.trainers.refusals import NO_ROUTER_LOSS, UNSUPPORTED, TrainerError
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -128,15 +129,36 @@ class Causal:
         labels_in_place: whether a label stands in the place of its token, so that the trainer's
             own loss, which would shift them, is not used.
         drops_padded_labels: whether labels on padding, which plain training counts, are dropped.
+        length_fields: columns of a data set whose tokens are those of its documents.
+        merges_prefixes: whether sequences with a common prefix can be computed as a tree.
+        last_token_is_found: whether a head that classifies rows looks for their last token.
     """
 
     fields: tuple[str, ...] = ()
     token_field = "input_ids"
     labels_in_place = False
     drops_padded_labels = True
+    length_fields: tuple[str, ...] = ("input_ids",)
+    merges_prefixes = True
+    last_token_is_found = True
 
     def __init__(self, model: Any = None) -> None:
         self.model = model
+
+    @classmethod
+    def of(cls, model: Any, workload: Workload) -> "Causal":
+        """Returns the family for a model, whose tokens cost what a workload says."""
+        return cls(model)
+
+    @staticmethod
+    def problems(traits: Traits) -> Iterator[str]:
+        """Yields why a trainer with a model of this family would not be exact."""
+        yield from _sum_problems(traits)
+        if traits.model.base_model is traits.model and not traits.has_own_loss:
+            yield (
+                f"{type(traits.model).__name__} has no head, and so no loss: use a model with one, "
+                "such as those for causal language models"
+            )
 
     def watched(self, collate: Collate) -> Collate:
         """Wraps a data collator: the batch tells what `rows_of` needs to know of its examples."""
@@ -187,6 +209,16 @@ class Encoder(Causal):
     fields = (SEGMENTS,)
     labels_in_place = True
     drops_padded_labels = False
+    merges_prefixes = False
+    last_token_is_found = False
+
+    @staticmethod
+    def problems(traits: Traits) -> Iterator[str]:
+        if traits.trl_class:
+            yield (
+                f"{traits.trl_class} trains causal models, but the model is an encoder: use "
+                "transformers.Trainer with a collator that masks"
+            )
 
     def rows_of(self, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
         refuse_segments(batch)
@@ -208,10 +240,31 @@ class Pairs(Causal):
 
     token_field = "decoder_input_ids"
     drops_padded_labels = False
+    length_fields = ("input_ids", "labels")
 
     def __init__(self, model: Any, parts: PartCosts) -> None:
         super().__init__(model)
         self.parts = parts
+
+    @classmethod
+    def of(cls, model: Any, workload: Workload) -> Causal:
+        return cls(model, workload.spec.parts)
+
+    @staticmethod
+    def problems(traits: Traits) -> Iterator[str]:
+        yield from _sum_problems(traits)
+        if traits.trl_class:
+            yield (
+                f"{traits.trl_class} makes batches without sources, but the model is an "
+                "encoder-decoder: use Seq2SeqTrainer"
+            )
+        elif traits.args.label_smoothing_factor:
+            yield UNSUPPORTED.format("label_smoothing_factor", traits.args.label_smoothing_factor)
+        if traits.noisy:
+            yield (
+                "the model is an encoder-decoder, whose dropout and NEFTune would depend on how "
+                "documents are split: omit them"
+            )
 
     def watched(self, collate: Collate) -> Collate:
         return WatchingTargets(collate)
@@ -267,6 +320,23 @@ class Vision(Causal):
         super().__init__(model)
         self.fields = fields_of_images(model)
         self.tower = tower
+
+    @classmethod
+    def of(cls, model: Any, workload: Workload) -> Causal:
+        return cls(model, workload.tower)
+
+    @staticmethod
+    def problems(traits: Traits) -> Iterator[str]:
+        yield from Causal.problems(traits)
+        if traits.balances and traits.kind != "hidden_states":
+            yield NO_ROUTER_LOSS.format(type(traits.args).__name__)
+        trains_tower = any(weight.requires_grad for weight in weights_of_images(traits.model))
+        if trains_tower and traits.uses_ddp and not traits.finds_unused:
+            yield (
+                "ddp_find_unused_parameters is off, but documents without images give the encoder "
+                "of images no gradient: set it to True, with "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the encoder"
+            )
 
     @contextmanager
     def used_by(self, models: Sequence[Any], *, sharded: bool) -> Iterator[None]:
@@ -342,17 +412,31 @@ class Vision(Causal):
         return inputs
 
 
-def family_of(traits: Traits, workload: Workload) -> Causal:
-    """Returns the family of a trainer's model.
+def _sum_problems(traits: Traits) -> Iterator[str]:
+    """Yields why the loss of a step cannot be a sum over its tokens."""
+    sums = traits.trainer.model_accepts_loss_kwargs or traits.kind != "step"
+    if not sums and not traits.means_of_batches:
+        yield (
+            f"the forward of {type(traits.trainer.model).__name__} takes no num_items_in_batch: "
+            "use a causal model of transformers"
+        )
 
-    Where the loss needs hidden states, the base model alone is planned, which reads tokens.
-    """
-    if traits.kind == "hidden_states":
-        return Encoder(traits.model) if traits.encoder else Causal(traits.model)
+
+def family_of_model(traits: Traits) -> type[Causal]:
+    """Returns the family of a trainer's whole model."""
     if traits.masked:
-        return Encoder(traits.model)
+        return Encoder
     if traits.encoder_decoder:
-        return Pairs(traits.model, workload.spec.parts)
-    if traits.images:
-        return Vision(traits.model, workload.tower)
-    return Causal(traits.model)
+        return Pairs
+    return Vision if traits.images else Causal
+
+
+def family_of(traits: Traits, workload: Workload) -> Causal:
+    """Returns the family of the models whose calls are planned.
+
+    Where the loss needs hidden states, this is the base model alone, which reads tokens.
+    """
+    if traits.kind != "hidden_states":
+        return family_of_model(traits).of(traits.model, workload)
+    base_family = Encoder if traits.encoder else Causal
+    return base_family(traits.model)

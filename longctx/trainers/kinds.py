@@ -98,6 +98,17 @@ class Traits:
         return bool(getattr(config, "output_router_logits", False))
 
     @property
+    def uses_ddp(self) -> bool:
+        """Whether DDP reduces gradients."""
+        return self.args.world_size > 1 and not self.trainer.is_fsdp_enabled
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether DDP is told to look for weights without a gradient."""
+        handler = self.trainer.accelerator.ddp_handler
+        return bool(handler and handler.find_unused_parameters)
+
+    @property
     def has_loss_of_head(self) -> bool:
         """Whether a loss is the mean that a head of transformers takes over the labels of a
         batch."""

@@ -346,7 +346,8 @@ def without_pooler(base: Any) -> AbstractContextManager[None]:
 def check_head(model: Any) -> None:
     """Raises TrainerError unless a model's outputs depend on nothing but the last hidden states of
     its base model."""
-    base, name = model.base_model, type(model).__name__
+    base = model.base_model
+    name = type(model).__name__
     ids = torch.arange(PROBED, device=next(model.parameters()).device)[None]
     if name.endswith(MULTIPLE_CHOICE):
         ids = torch.stack([ids, ids.flip(1)], 1)
