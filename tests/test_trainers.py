@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.documents import Document
-from longctx.trainers.families import AttentionOptions
+from longctx.trainers.families import AttentionOptions, family_of_model
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.kinds import Traits
 from longctx.trainers.prepared import attention_of, prepared, replaced_method
@@ -264,6 +264,25 @@ def test_segments_of_encoders_are_refused(tmp_path: Path) -> None:
     assert segments(0).training_loss > 1
     with pytest.raises(TrainerError, match="token_type_ids are not all 0"):
         segments(1)
+
+
+def test_encoders_in_trainers_of_trl_are_refused(tmp_path: Path) -> None:
+    ours = trainer(tmp_path, of=model("bert"))
+    as_trl("SFTTrainer")(ours)
+    with pytest.raises(TrainerError, match="SFTTrainer trains causal models, but the model is an"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def test_models_without_a_divisor_are_refused(tmp_path: Path) -> None:
+    """Their loss is a mean over the tokens of a rank; encoders have one, too, which is summed
+    here."""
+    for kind, refused in (("qwen2", True), ("bert", False)):
+        ours = trainer(tmp_path, of=model(kind))
+        ours.model_accepts_loss_kwargs = False
+        traits = Traits(ours, False)
+        traits.means_of_batches = False
+        problems = "; ".join(family_of_model(traits).problems(traits))
+        assert ("takes no num_items_in_batch: use a causal model" in problems) == refused
 
 
 @pytest.mark.parametrize("sampling", ["rebalanced", "of batches"])

@@ -17,9 +17,9 @@ from PIL import ExifTags, Image
 from longctx.hf.vision import VISION_FAMILIES, ImagePlace, weights_of_images
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
-from longctx.trainers.documents import Document, cut_rows
+from longctx.trainers.documents import DOCUMENTS_IN_ROWS, Document, cut_rows
 from longctx.trainers.exchange import DocumentInfo
-from longctx.trainers.families import AttentionOptions
+from longctx.trainers.families import AttentionOptions, Vision
 from longctx.trainers.images import DocumentImages, exchange_pixels, images_of_rows
 from longctx.trainers.step import Planning, StepExchange
 from tests import launched, video_cases, vision_cases
@@ -359,6 +359,30 @@ def test_videos_that_are_not_those_of_the_tokens_are_refused() -> None:
         match=r"\[96\] of torch.float32 and \[96\] of torch.float16: .*one image processor",
     ):
         assert images and images.kind
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"position_ids": torch.arange(4)[None]},
+        {DOCUMENTS_IN_ROWS: torch.ones(1, dtype=torch.int64)},
+    ],
+    ids=["positions", "joined examples"],
+)
+def test_packed_rows_with_images_are_refused(packing: dict[str, torch.Tensor]) -> None:
+    config = SimpleNamespace(model_type="llava", image_token_id=90)
+    ids = torch.tensor([[90, 1, 2, 3]])
+    batch = {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(1, 3, 4, 4)}
+    family = Vision(SimpleNamespace(config=config), None)
+    with pytest.raises(TrainerError, match="images or videos and packed rows: leave out packing"):
+        family.rows_of(batch | packing)
+
+
+def test_the_loss_of_routers_beside_images_is_refused(tmp_path: Path) -> None:
+    ours = alone(tmp_path, "llava")
+    ours.aux_loss_enabled = True  # as in TRL's trainers of mixtures
+    with pytest.raises(TrainerError, match="loss of routers is not computed beside images"):
+        dynamic_context_parallel(ours, tokens_per_rank=90, profile=PROFILE)
 
 
 def test_text_models_refuse_images() -> None:

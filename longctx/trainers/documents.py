@@ -65,7 +65,7 @@ class Document:
         return int((self.labels != IGNORED_LABEL).sum())
 
     def info(self, rank: int, index: int) -> DocumentInfo:
-        """Returns what other ranks know of this document, number `index` of those of its rank.
+        """Returns what other ranks know of this document, the one with this index on its rank.
 
         Raises TrainerError for images of several kinds.
         """
@@ -301,8 +301,8 @@ class CountingRows:
 
 
 def _documents_in(example: Any) -> int:
-    """Returns how many documents an example has: those of a row that TRL has packed, or of a list
-    of examples."""
+    """Returns how many documents an example has: a row that TRL has packed has several, and so has
+    a list of examples."""
     if isinstance(example, Mapping):
         return len(example.get("seq_lengths", [0]))
     if isinstance(example, list | tuple) and all(isinstance(part, Mapping) for part in example):

@@ -211,8 +211,8 @@ def _attach(traits: Traits, exchange: StepExchange, merge_prefixes: bool) -> Non
     if traits.kind == "step":
         _plan_steps(traits, exchange)
     elif traits.kind == "token_values":
-        head = PlannedHead(exchange, merged)
         for model in models:
+            head = PlannedHead(exchange, merged)  # each numbers the calls of its own model
             undo.enter_context(replaced_method(model, "forward", head))
     else:
         _plan_outputs(traits, exchange, merged)

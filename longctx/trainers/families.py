@@ -129,7 +129,7 @@ class Causal:
         labels_in_place: whether a label stands in the place of its token, so that the trainer's
             own loss, which would shift them, is not used.
         drops_padded_labels: whether labels on padding, which plain training counts, are dropped.
-        length_fields: columns of a data set whose tokens are those of its documents.
+        length_fields: columns of a data set that make up a document.
         merges_prefixes: whether sequences with a common prefix can be computed as a tree.
         last_token_is_found: whether a head that classifies rows looks for their last token.
     """

@@ -194,8 +194,8 @@ def blocks_of(micro_batch: MicroBatch, hf: Any) -> dict[int, list[Span]]:
 def _share(
     share: ImageShare, group: dist.ProcessGroup | None, features: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the features of this rank's rows [rows, hidden], given those of the images that it
-    encodes. Collective."""
+    """Returns the features of this rank's rows [rows, hidden], given the features of the images
+    that it encodes. Collective."""
     device = features.device
     expected = len(share.sent_rows)
     if expected and len(features) != expected:

@@ -1,9 +1,9 @@
 """Images of documents in the batches of a trainer: found beside their tokens, sent to the ranks
 that encode them, and read.
 
-A collator returns the pixels of all images of a batch one after the other, and those of all videos,
-as TRL's DataCollatorForVisionLanguageModeling does; so they are in the order of their tokens. A
-pair of frames is encoded as an image.
+A collator returns the pixels of all images of a batch one after the other, and then the pixels of
+all videos, as TRL's DataCollatorForVisionLanguageModeling does; so they are in the order of their
+tokens. A pair of frames is encoded as an image.
 """
 
 import itertools
@@ -69,13 +69,13 @@ NOTHING_SHOWN = _Shown(pixels=(), grid=(0, 0, 0), tokens=0)
 def fields_of_images(hf: Any) -> tuple[str, ...]:
     """Returns the fields of a batch that tell of images or videos; the types of tokens follow from
     the token ids."""
-    of_images = ("pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids")
-    of_videos = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-    return of_images if video_token(hf) is None else of_images + of_videos
+    image_fields = ("pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids")
+    video_fields = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+    return image_fields if video_token(hf) is None else image_fields + video_fields
 
 
 def pixels_of_none(pixels: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the pixels of no image, an empty tensor. Raises TrainerError if those of images are
+    """Returns the pixels of no image, an empty tensor. Raises TrainerError for images with pixels
     of several kinds."""
     kinds = {(image.shape[1:], image.dtype): image for image in pixels}
     if len(kinds) > 1:

@@ -175,8 +175,10 @@ def _recomputes(args: Any, model: Any) -> tuple[bool, bool]:
             getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs)
             or {}
         )
-        of_torch = {name: value for name, value in given.items() if name not in own_words}
-        return True, bool(of_torch) and _is_reentrant(functools.partial(checkpoint, **of_torch))
+        torch_arguments = {name: value for name, value in given.items() if name not in own_words}
+        return True, bool(torch_arguments) and _is_reentrant(
+            functools.partial(checkpoint, **torch_arguments)
+        )
     recomputing = [
         module
         for module in model.modules()

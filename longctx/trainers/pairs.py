@@ -33,8 +33,8 @@ TARGET_FIELDS = ("labels", "decoder_input_ids", "decoder_attention_mask", TARGET
 
 
 class WatchingTargets:
-    """Wraps a data collator: the batch tells which columns of `labels` are those of its examples,
-    if they come from these."""
+    """Wraps a data collator: the batch tells which columns of `labels` hold the labels of its
+    examples, unless the collator makes others."""
 
     def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
         self.collate = collate

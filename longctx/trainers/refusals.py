@@ -172,7 +172,7 @@ def _uneven_problems(traits: Traits) -> Iterator[str]:
 
 
 def _method_problems(traits: Traits, names: Sequence[str]) -> Iterator[str]:
-    """Yields what is wrong with methods that are not those of transformers or TRL."""
+    """Yields what is wrong with methods that neither transformers nor TRL define."""
     trainer = traits.trainer
     for name in names:
         if not is_own(trainer, name):
@@ -349,8 +349,8 @@ def _draws(model: Any) -> bool:
 
 
 def _random_states(device: torch.device) -> list[torch.Tensor]:
-    of_cpu = torch.get_rng_state()
-    return [of_cpu, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [of_cpu]
+    cpu_state = torch.get_rng_state()
+    return [cpu_state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [cpu_state]
 
 
 def _ddp_problems(traits: Traits) -> Iterator[str]:
@@ -377,9 +377,9 @@ def notes_on_data(
     """Yields a note for each data set with documents that TRL may have cut, and for an argument
     that changes nothing.
 
-    `limit` are the tokens that all ranks hold; `length_fields` the columns of a data set whose
-    tokens are those of its documents. Raises TrainerError for a data set with `input_ids` of which
-    a document is longer.
+    `limit` is the number of tokens that all ranks hold; `length_fields` are the columns of a data
+    set that make up a document. Raises TrainerError for a data set with `input_ids` of which a
+    document is longer.
     """
     trainer = traits.trainer
     args = traits.args

@@ -243,7 +243,7 @@ class WholeSteps:
         self: Any, model: Any, inputs: dict[str, Any], num_items_in_batch: Any
     ) -> tuple[torch.Tensor, Any]:
         """Returns the sum of token losses, divided as others are, and the outputs of the model."""
-        labels = inputs.pop("labels")[0]  # those of causal models are shifted
+        labels = inputs.pop("labels")[0]  # causal models have shifted ones
         inputs.pop("shift_labels", None)
         outputs = model(**inputs)
         logits = outputs["logits"][0, : len(labels)].float()  # none on a rank without tokens
@@ -344,7 +344,7 @@ NEEDED = (
     "log",
     *BATCH_METHODS,
 )
-"""Methods that transformers' own loops must call: those of versions 5.20 to 5.24."""
+"""Methods that transformers' own loops must call, as versions 5.20 to 5.24 do."""
 REPLACED = (*(name for name in vars(WholeSteps) if not name.startswith("__")), *BATCH_METHODS)
 
 
@@ -362,7 +362,7 @@ def own_rows_of_last_batch(loader: Any, rank: int, rows: int) -> int:
     )
     processes = 1
     filled = False
-    # accelerate's share of a rank, and its batches after those of a resumed run.
+    # accelerate's share of a rank, and what it leaves of an epoch after a resumption.
     while hasattr(sampler, "batch_sampler"):
         split = getattr(sampler, "split_batches", False)
         filled |= split or getattr(sampler, "num_processes", 1) > 1
