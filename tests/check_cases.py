@@ -169,6 +169,18 @@ def with_adapters(probe: Probe) -> Any:
     return trainer(probe, get_peft_model(probe.model("llama"), config))
 
 
+def with_adapters_of_transformers(probe: Probe) -> Any:
+    """A model that two adapters were added to, of which one is active, and no PeftModel."""
+    from peft import LoraConfig
+
+    torch.manual_seed(1)
+    model = probe.model("llama")
+    for name, rank in (("unused", 2), ("active", 4)):
+        config = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
+        model.add_adapter(config, adapter_name=name)
+    return trainer(probe, model)
+
+
 def without_gradients_of(name: str) -> Make:
     """A trainer in which the gradients of some parameters are halved."""
 
@@ -442,6 +454,7 @@ CASES: dict[str, tuple[Make, Probe, list[str]]] = {
     **{f"right: {probe.name}": (right, probe, []) for probe in PROBES},
     "right: packed by position_ids": (packed, PROMPTS, []),
     "right: adapters": (with_adapters, SHORT, []),
+    "right: adapters of transformers": (with_adapters_of_transformers, SHORT, []),
     "right: tied embeddings": (partial(of_type, kind="llama", tie_word_embeddings=True), SHORT, []),
     "right: windows": (
         partial(of_type, kind="gemma3_text", sliding_window=8, query_pre_attn_scalar=8),

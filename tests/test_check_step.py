@@ -19,7 +19,13 @@ from tests.marks import slow_unless
 from tests.workers import Workers
 
 QUICK = {
-    name: CASES[name] for name in ("right: adapters", "padded at the left", "parts of 16 tokens")
+    name: CASES[name]
+    for name in (
+        "right: adapters",
+        "right: adapters of transformers",
+        "padded at the left",
+        "parts of 16 tokens",
+    )
 }
 QUICK |= {
     name: CASES[name]

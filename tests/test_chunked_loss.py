@@ -2,6 +2,7 @@
 that keep their logits."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.trainers import dynamic_context_parallel, restore
+from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.training.objectives import loss
 from tests.test_trainers import FSDP2, trainer
 from tests.trainer_cases import PROFILE, VOCABULARY, documents, model, train
@@ -95,6 +97,17 @@ def test_logits_of_all_tokens_never_exist(
     found, rows = losses(tmp_path / "chunks", made(), data=data)
     assert found == pytest.approx(expected, rel=1e-6)
     assert rows <= CHUNK
+
+
+def test_rows_are_those_of_the_micro_batch_that_runs() -> None:
+    """Few rows with a label, and then many, of which none may be left out."""
+    chunked = ChunkedLoss(model(), torch.device("cpu"))
+    few = torch.full((64,), -100)
+    few[[3, 50]] = 7
+    chunked.begin(SimpleNamespace(labels=few), 0)
+    assert chunked.rows is not None and chunked.rows.tolist() == [3, 50]
+    chunked.begin(SimpleNamespace(labels=torch.ones(64, dtype=torch.int64)), 0)
+    assert chunked.rows is None
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "bias"])

@@ -2,11 +2,15 @@
 that are computed together."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from longctx.trainers import TrainerError, dynamic_context_parallel
+from longctx.trainers.kinds import Traits
+from longctx.trainers.router_loss import RouterLoss
 from tests.test_trainers import assert_equal, plain, trainer
 from tests.trainer_cases import PROFILE, finetune, model, train
 from tests.workers import Workers
@@ -98,6 +102,18 @@ def test_metrics_of_several_micro_batches(workers: Workers, tmp_path: Path) -> N
         for run in (runs[0], expected)
     ]
     assert len(logs[0]) == 4 and logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+def test_a_rank_without_tokens_adds_nothing_to_the_loss(tmp_path: Path) -> None:
+    """It runs a token of padding, which experts get, but no document has."""
+    ours = trainer(tmp_path, of=model("qwen3_moe"))
+    router_loss = RouterLoss(Traits(ours, False), None)
+    router_loss.counts = torch.tensor([2.0, 4.0, 1.0, 1.0, 4.0])
+    router_loss.step_tokens = 4
+    gates = (torch.tensor([[3.0, 1.0, 2.0, 0.0]]),)
+    for tokens, adds in ((0, False), (1, True)):
+        router_loss.begin(SimpleNamespace(layout=SimpleNamespace(tokens=tokens)), 0)
+        assert (router_loss._loss(gates, 4, 2).item() != 0) == adds
 
 
 def test_another_loss_of_routers_is_refused(

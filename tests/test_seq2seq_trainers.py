@@ -438,7 +438,7 @@ def test_predictions_without_labels(tmp_path: Path) -> None:
 
 def test_plans_count_sources_and_the_attention_of_the_encoder(tmp_path: Path) -> None:
     ours = attached(tmp_path, of=build_seq2seq("unbalanced"), max_steps=1)
-    assert ours.dynamic.parts == spec_of_seq2seq(ours.model).parts != EQUAL_PARTS
+    assert ours.dynamic.family.parts == spec_of_seq2seq(ours.model).parts != EQUAL_PARTS
     ours.train()
     plan = ours.dynamic.plans[0]
     pairs = {
@@ -651,4 +651,4 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert plan.sources and all(
         (s, n - s) in lengths for s, n in zip(plan.sources, plan.lengths, strict=True)
     )
-    assert trainer.dynamic.tokens_per_rank >= 1024 and trainer.state.global_step == 2
+    assert trainer.dynamic.planning.tokens_per_rank >= 1024 and trainer.state.global_step == 2

@@ -54,7 +54,8 @@ def losses(folder: Path, dynamic: bool) -> tuple[list[float], set[tuple[bool, in
         RingAttention.__init__ = build  # type: ignore[method-assign]
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     assert not dynamic or (
-        trainer.dynamic.across is None or dist.get_world_size(trainer.dynamic.across) == ranks
+        trainer.dynamic.attention.across is None
+        or dist.get_world_size(trainer.dynamic.attention.across) == ranks
     )
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], rings
 

@@ -16,6 +16,7 @@ from longctx.planning.planners.planner import make_plan
 from longctx.trainers import dynamic_context_parallel, restore
 from longctx.trainers.documents import Document
 from longctx.trainers.noise import Noise
+from longctx.trainers.planned_call import PlannedCall
 from tests.test_trainers import assert_equal, trainer
 from tests.trainer_cases import LONGEST, PROFILE, finetune, model, prefer
 from tests.workers import Workers
@@ -74,8 +75,10 @@ def test_plain_training_with_the_same_masks_and_noise(tmp_path: Path) -> None:
             )
     random = np.random.default_rng(0)
     ids = [random.integers(0, 128, length) for length in lengths]
-    share = ours.dynamic.share([[Document(each, np.append(each[1:], -100)) for each in ids]])
-    (batch,) = share.micro_batches
+    step = ours.dynamic.plan_and_exchange(
+        [[Document(each, np.append(each[1:], -100)) for each in ids]]
+    )
+    (batch,) = step.micro_batches
     loss = made.train()(**ours.dynamic.inputs(made, batch)).loss
     loss.backward()
     expected = torch.zeros(())
@@ -111,7 +114,7 @@ def test_plain_training_with_the_same_masks_and_noise(tmp_path: Path) -> None:
         own = (
             plain(input_ids=document[None], labels=document[None]).loss
             * (len(document) - 1)
-            / share.targets
+            / step.targets
         )
         own.backward()
         expected = expected + own.detach()
@@ -145,6 +148,51 @@ def test_trainers_of_sequences_compute_parts_again_with_the_same_masks(
     assert logs[0] == [pytest.approx(each, rel=1e-5) for each in logs[1]]
 
 
+def test_layers_are_computed_again_with_the_masks_of_their_own_call(tmp_path: Path) -> None:
+    """Of two calls of a model before backward, the first one is not given the masks of the
+    second."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 128, 20)
+    document = Document(ids, np.append(ids[1:], -100))
+    mask = torch.ones(1, len(ids))
+    gradients = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        adapters = peft.LoraConfig(r=4, lora_dropout=0.5, init_lora_weights=False)
+        made = peft.get_peft_model(model(), adapters).train()
+        if recomputed:
+            made.gradient_checkpointing_enable({"use_reentrant": False})
+        ours = trainer(tmp_path, of=made)
+        dynamic_context_parallel(ours, tokens_per_rank=100, profile=PROFILE)
+        planned = PlannedCall(ours.dynamic)
+
+        def compute(batch: Any, call: int, made: Any = made, ours: Any = ours) -> torch.Tensor:
+            logits: torch.Tensor = made(**ours.dynamic.inputs(made, batch, call)).logits[0]
+            return logits
+
+        first, second = (planned.values_of(lambda: [document], mask, compute) for _ in range(2))
+        assert not torch.allclose(first, second), "calls have masks of their own"
+        first.square().sum().backward()
+        found = [weight.grad for weight in made.parameters() if weight.grad is not None]
+        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+        restore(ours)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
+def test_evaluations_make_no_numbers() -> None:
+    layout = SimpleNamespace(tokens=4, shards=())
+    state = SimpleNamespace(global_step=3)
+    args = SimpleNamespace(seed=1, device=torch.device("cpu"))
+    evaluated = SimpleNamespace(training=False)
+    noise = Noise(SimpleNamespace(args=args, state=state, model=evaluated))
+    noise.begin(SimpleNamespace(layout=layout), 0)
+    assert noise.rows.shape == (2, 0)
+    evaluated.training = True
+    noise.begin(SimpleNamespace(layout=layout), 0)
+    assert noise.rows.shape == (2, 4)
+
+
 def test_numbers_are_uniform_and_independent() -> None:
     lengths, seen = [3000, 1000, 96], []
     args = SimpleNamespace(seed=1, device=torch.device("cpu"))
@@ -159,8 +207,10 @@ def test_numbers_are_uniform_and_independent() -> None:
         for rank in range(ranks):
             for number in range(len(plan.micro_batches)):
                 layout = plan.layout(number, rank)
-                noise = Noise(SimpleNamespace(args=args, state=SimpleNamespace(global_step=3)))
-                noise.begin(layout, 0)
+                state = SimpleNamespace(global_step=3)
+                trained = SimpleNamespace(training=True)
+                noise = Noise(SimpleNamespace(args=args, state=state, model=trained))
+                noise.begin(SimpleNamespace(layout=layout), 0)
                 starts = [0, 3000, 4000]
                 for salt in (0, 1):
                     numbers = noise._numbers(

@@ -25,11 +25,13 @@ from transformers import Trainer, TrainerCallback
 
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
+from longctx.trainers.documents import Document
+from longctx.trainers.families import AttentionOptions, family_of_model
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.kinds import Traits
 from longctx.trainers.prepared import attention_of, prepared, replaced_method
 from longctx.trainers.refusals import notes_on_data
-from longctx.trainers.step import Sharing
+from longctx.trainers.step import Planning, StepExchange
 from longctx.trainers.whole_steps import own_rows_of_last_batch
 from tests.marks import slow_unless
 from tests.trainer_cases import (
@@ -202,6 +204,21 @@ def test_ranks_get_the_tokens_that_they_hold_and_no_others(workers: Workers, ran
         assert sum(sum(sent) for _, sent in results) == sum(trained), "every token is sent once"
 
 
+def test_a_step_without_a_target_has_a_micro_batch() -> None:
+    """Ranks run the model and its backward, as DDP and FSDP expect, on one of its documents."""
+    planning = Planning(PROFILE, tokens_per_rank=200)
+    exchange = StepExchange(planning, AttentionOptions(torch.device("cpu")))
+    ids = np.arange(5)
+    document = Document(ids, np.full(5, -100))
+    step = exchange.plan_and_exchange([[document, document], [document]])
+    assert step.micro_batches[0].tokens.tolist() == ids.tolist()
+    assert (step.targets, step.tokens, step.batches) == (0, 15, 2)
+    assert [plan.lengths for plan in exchange.plans] == [(5,)]
+    every = exchange.plan_and_exchange([[document, document], [document]], every=True)
+    assert every.plan is not None and every.plan.lengths == (5, 5, 5)
+    exchange.undo.close()
+
+
 def drawn(random: np.random.Generator) -> tuple[list[int], list[int]]:
     """A document and its labels, of which none or some count."""
     ids = random.integers(0, 100, random.integers(1, 30)).tolist()
@@ -247,6 +264,25 @@ def test_segments_of_encoders_are_refused(tmp_path: Path) -> None:
     assert segments(0).training_loss > 1
     with pytest.raises(TrainerError, match="token_type_ids are not all 0"):
         segments(1)
+
+
+def test_encoders_in_trainers_of_trl_are_refused(tmp_path: Path) -> None:
+    ours = trainer(tmp_path, of=model("bert"))
+    as_trl("SFTTrainer")(ours)
+    with pytest.raises(TrainerError, match="SFTTrainer trains causal models, but the model is an"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def test_models_without_a_divisor_are_refused(tmp_path: Path) -> None:
+    """Their loss is a mean over the tokens of a rank; encoders have one, too, which is summed
+    here."""
+    for kind, refused in (("qwen2", True), ("bert", False)):
+        ours = trainer(tmp_path, of=model(kind))
+        ours.model_accepts_loss_kwargs = False
+        traits = Traits(ours, False)
+        traits.means_of_batches = False
+        problems = "; ".join(family_of_model(traits).problems(traits))
+        assert ("takes no num_items_in_batch: use a causal model" in problems) == refused
 
 
 @pytest.mark.parametrize("sampling", ["rebalanced", "of batches"])
@@ -662,17 +698,18 @@ def test_training_ends_when_the_step_after_the_last_one_is_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks may wait for it; and a second training begins with a step of its own."""
-    ours, share = trainer(tmp_path, max_steps=1), Sharing.share
+    ours = trainer(tmp_path, max_steps=1)
+    plan_and_exchange = StepExchange.plan_and_exchange
 
     def slow(*given: Any, **named: Any) -> Any:
         time.sleep(1)
-        return share(*given, **named)
+        return plan_and_exchange(*given, **named)
 
-    monkeypatch.setattr(Sharing, "share", slow)
+    monkeypatch.setattr(StepExchange, "plan_and_exchange", slow)
     dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     for _ in range(2):
         ours.train()
-        assert ours._next[1].done()
+        assert ours._next.step.done()
 
 
 def groups_made(folder: Path) -> list[int]:
@@ -915,11 +952,16 @@ def test_copies_of_a_model_with_the_head_of_trl(monkeypatch: pytest.MonkeyPatch)
     ids, ours, plain = torch.tensor([[3, 4, 5, 9], [7, 7, 1, 2]]), model(), model()
     for each in (ours, plain):
         add_fused_lm_head(each, outputs=("log_probs", "entropy"))
-    head = PlannedHead(Sharing(PROFILE, 200, "auto", None, "auto", torch.device("cpu")))
-    exchanged, exchange = list[int](), Sharing.rows_of_batch
-    monkeypatch.setattr(
-        Sharing, "rows_of_batch", lambda *given: exchanged.append(1) or exchange(*given)
-    )
+    planning = Planning(PROFILE, tokens_per_rank=200)
+    head = PlannedHead(StepExchange(planning, AttentionOptions(torch.device("cpu"))))
+    exchanged: list[int] = []
+    rows_of_batch = StepExchange.rows_of_batch
+
+    def counting(*given: Any, **named: Any) -> torch.Tensor:
+        exchanged.append(1)
+        return rows_of_batch(*given, **named)
+
+    monkeypatch.setattr(StepExchange, "rows_of_batch", counting)
     with prepared(ours), replaced_method(ours, "forward", head):
         copied, named = (
             copy.deepcopy(ours),
@@ -946,7 +988,7 @@ def test_plans_are_made_by_constants_scaled_to_the_model(
 ) -> None:
     ours = trainer(tmp_path)
     dynamic_context_parallel(ours, tokens_per_rank=200)
-    profile = ours.dynamic.profile
+    profile = ours.dynamic.planning.profile
     assert profile.kv_bytes_per_token == 3 * 2 * 2 * 2 * 8 * 4, (
         "passes, layers, K and V, heads, size, float32"
     )
@@ -970,7 +1012,7 @@ def test_tokens_per_rank_are_those_that_memory_holds(
         )
         ours = trainer(tmp_path, **options)
         dynamic_context_parallel(ours, profile=PROFILE)
-        tokens: int = ours.dynamic.tokens_per_rank
+        tokens: int = ours.dynamic.planning.tokens_per_rank
         restore(ours)
         return tokens
 

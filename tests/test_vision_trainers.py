@@ -8,16 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import ExifTags, Image
 
 from longctx.hf.vision import VISION_FAMILIES, ImagePlace, weights_of_images
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
-from longctx.trainers.documents import rows_of
-from longctx.trainers.exchange import Known
+from longctx.trainers.documents import DOCUMENTS_IN_ROWS, Document, cut_rows
+from longctx.trainers.exchange import DocumentInfo
+from longctx.trainers.families import AttentionOptions, Vision
 from longctx.trainers.images import DocumentImages, exchange_pixels, images_of_rows
+from longctx.trainers.step import Planning, StepExchange
 from tests import launched, video_cases, vision_cases
 from tests.data_cases import placed_plan, write_jsonl
 from tests.marks import slow_unless
@@ -357,12 +361,36 @@ def test_videos_that_are_not_those_of_the_tokens_are_refused() -> None:
         assert images and images.kind
 
 
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"position_ids": torch.arange(4)[None]},
+        {DOCUMENTS_IN_ROWS: torch.ones(1, dtype=torch.int64)},
+    ],
+    ids=["positions", "joined examples"],
+)
+def test_packed_rows_with_images_are_refused(packing: dict[str, torch.Tensor]) -> None:
+    config = SimpleNamespace(model_type="llava", image_token_id=90)
+    ids = torch.tensor([[90, 1, 2, 3]])
+    batch = {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(1, 3, 4, 4)}
+    family = Vision(SimpleNamespace(config=config), None)
+    with pytest.raises(TrainerError, match="images or videos and packed rows: leave out packing"):
+        family.rows_of(batch | packing)
+
+
+def test_the_loss_of_routers_beside_images_is_refused(tmp_path: Path) -> None:
+    ours = alone(tmp_path, "llava")
+    ours.aux_loss_enabled = True  # as in TRL's trainers of mixtures
+    with pytest.raises(TrainerError, match="loss of routers is not computed beside images"):
+        dynamic_context_parallel(ours, tokens_per_rank=90, profile=PROFILE)
+
+
 def test_text_models_refuse_images() -> None:
     with pytest.raises(
         TrainerError,
         match=r"pixel_values, which splitting documents would lose.*images only for llava",
     ):
-        rows_of(
+        cut_rows(
             {
                 "input_ids": torch.zeros(1, 2),
                 "labels": torch.zeros(1, 2),
@@ -371,10 +399,32 @@ def test_text_models_refuse_images() -> None:
         )
 
 
+def pixels_of_two_kinds_on_a_rank() -> str:
+    """Returns the error that this rank raises, if the first one has drawn such a document."""
+    ids = np.arange(5)
+    images = None
+    if dist.get_rank() == 0:
+        places = (ImagePlace(0, 1, (1, 1, 1)), ImagePlace(2, 1, (1, 1, 1)))
+        images = DocumentImages(places, (torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 8, 8)))
+    world = dist.group.WORLD
+    attention = AttentionOptions(torch.device("cpu"), group=world)
+    exchange = StepExchange(Planning(PROFILE, 200), attention, ids_group=world)
+    with pytest.raises(TrainerError) as raised:
+        exchange.plan_and_exchange([[Document(ids, ids, images=images)]])
+    exchange.undo.close()
+    return str(raised.value)
+
+
+def test_pixels_of_two_kinds_on_a_rank_end_all(workers: Workers) -> None:
+    first, second = workers.run(pixels_of_two_kinds_on_a_rank, 2, timeout_s=60.0)
+    assert "by one image processor" in first
+    assert second.startswith("rank 0 cannot train: ") and "by one image processor" in second
+
+
 def test_pixels_of_two_kinds_are_refused() -> None:
     kinds = [torch.zeros(0, 3, 16, 16), torch.zeros(0, 3, 8, 8)]
     known = [
-        Known(0, number, 20, 1, None, vision_cases.PLACES[4], kind)
+        DocumentInfo(0, number, 20, 1, None, vision_cases.PLACES[4], kind)
         for number, kind in enumerate(kinds)
     ]
     with pytest.raises(

@@ -516,7 +516,8 @@ def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool,
     """
     from longctx.data.packing import pack_documents
     from longctx.trainers.documents import Document
-    from longctx.trainers.step import Sharing
+    from longctx.trainers.families import AttentionOptions
+    from longctx.trainers.step import Planning, StepExchange
 
     rank, sent = dist.get_rank(), []
     exchange = dist.all_to_all_single
@@ -534,14 +535,14 @@ def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool,
     dist.all_to_all_single = counting
     try:
         world = dist.group.WORLD
-        sharing = Sharing(
-            PROFILE, TOKENS_PER_RANK, "auto", None, "auto", torch.device("cpu"), world, world
-        )
+        planning = Planning(PROFILE, TOKENS_PER_RANK)
+        attention = AttentionOptions(torch.device("cpu"), group=world)
+        sharing = StepExchange(planning, attention, ids_group=world)
         mine = [
             [Document(np.array(ids), np.array([*labels[1:], -100])) for ids, labels in batch]
             for batch in batches[rank]
         ]
-        step = sharing.share(mine)
+        step = sharing.plan_and_exchange(mine)
     finally:
         dist.all_to_all_single = exchange
     everything = [

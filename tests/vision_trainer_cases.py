@@ -180,7 +180,7 @@ def plan_with_images(folder: Path, model: Path, freeze: str | None) -> tuple[Pla
     dynamic_context_parallel(trainer, tokens_per_rank=4000, profile=FREE)
     trainer.train()
     (plan,) = trainer.dynamic.plans
-    return plan, trainer.dynamic.tower
+    return plan, trainer.dynamic.family.tower
 
 
 def alone(folder: Path, family: str, **options: Any) -> Any:

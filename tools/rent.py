@@ -19,7 +19,7 @@ FEATURES = {
     ),
     "masked encoders": (
         r"masking|pooling|encoders\.py",
-        r"\bmask(ed|ing)\b|Masking|pool_documents|predicts_masked",
+        r"\bmask(ed|ing)\b|Masking|pool_documents|labels_in_place",
     ),
     "preference pairs": (
         r"preference",
@@ -27,7 +27,7 @@ FEATURES = {
     ),
     "encoder-decoders": (
         r"seq2seq|trainers/pairs|parts\.py",
-        r"[Ss]eq2[Ss]eq|encoder_layers|EncoderInput|CrossLayout",
+        r"[Ss]eq2[Ss]eq|encoder_decoder|encoder_layers|EncoderInput|CrossLayout",
     ),
     "experts": (r"expert|model/balance|objectives/balance", r"[Ee]xpert|[Rr]outer"),
     "prefix trees": (

@@ -162,8 +162,8 @@ def reference_of(model: Any) -> nn.Module:
             f"weights are {', '.join(sorted(dtypes))}: rounding would hide faults below 1 %; make "
             "them float32"
         )
-    adapters = getattr(model, "peft_config", None)
-    base = model.get_base_model() if adapters else model
+    # Adapters that transformers' own add_adapter puts into a model leave it what it is.
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     try:
         plain: Any = AutoModelForCausalLM.from_config(
             copy.deepcopy(base.config), attn_implementation="eager", dtype=torch.float32
@@ -174,10 +174,7 @@ def reference_of(model: Any) -> nn.Module:
         raise CheckError(
             f"{type(base).__name__} is no causal LM that transformers run alone: {error}"
         ) from error
-    if adapters:
-        from peft import get_peft_model
-
-        plain = get_peft_model(plain, adapters["default"])
+    plain = _with_adapters_of(model, plain)
     missing = plain.load_state_dict(
         {plain_name(name): whole(value) for name, value in model.state_dict().items()}, strict=False
     )
@@ -192,6 +189,21 @@ def reference_of(model: Any) -> nn.Module:
         weight.requires_grad_(name in trained)
     reference: nn.Module = plain.double().eval()
     return reference
+
+
+def _with_adapters_of(model: Any, plain: Any) -> Any:
+    """Returns a plain model with new adapters in the places of those of a model."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return plain
+    if hasattr(model, "get_base_model"):
+        from peft import get_peft_model
+
+        return get_peft_model(plain, configs["default"])
+    for name, config in configs.items():
+        plain.add_adapter(copy.deepcopy(config), adapter_name=name)
+    plain.set_adapter(model.active_adapters())
+    return plain
 
 
 def plain_name(name: str) -> str:

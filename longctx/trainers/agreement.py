@@ -35,37 +35,40 @@ def agreeing_on_errors(ranks: int) -> Iterator[None]:
 
 def check_same(ranks: int, **given: Any) -> None:
     """Raises TrainerError if a rank was given other arguments. Collective."""
+    if ranks == 1 or not dist.is_initialized():
+        return
     everyone: list[Any] = [None] * ranks
     with agreeing_on_errors(ranks):
-        if ranks > 1 and dist.is_initialized():
-            dist.all_gather_object(everyone, {name: repr(value) for name, value in given.items()})
-            for name in given:
-                if len(values := sorted({each[name] for each in everyone})) > 1:
-                    raise TrainerError(
-                        f"{name} is {values[0]} on one rank and {values[1]} on another: give all "
-                        "ranks the same"
-                    )
+        dist.all_gather_object(everyone, {name: repr(value) for name, value in given.items()})
+        for name in given:
+            values = sorted({rank_given[name] for rank_given in everyone})
+            if len(values) > 1:
+                raise TrainerError(
+                    f"{name} is {values[0]} on one rank and {values[1]} on another: give all "
+                    "ranks the same"
+                )
 
 
 def drawing_together(
-    sharing: Any, own: Any, trainer: Any, batches: Iterator[Any], count: int, *more: Any
+    exchange: Any, own: Any, trainer: Any, batches: Iterator[Any], count: int, *more: Any
 ) -> Any:
     """Calls `get_batch_samples` of a trainer with batches that are `drawn`. Collective."""
-    return own(trainer, iter(drawn(sharing, batches, count)), count, *more)
+    return own(trainer, iter(drawn(exchange, batches, count)), count, *more)
 
 
 def evaluating_together(
-    sharing: Any, own: Any, trainer: Any, dataloader: Any, *more: Any, **named: Any
+    exchange: Any, own: Any, trainer: Any, dataloader: Any, *more: Any, **named: Any
 ) -> Any:
     """Calls `evaluation_loop` of a trainer with batches that are `drawn`. Collective."""
-    return own(trainer, _DrawingTogether(dataloader, sharing), *more, **named)
+    return own(trainer, _DrawingTogether(dataloader, exchange), *more, **named)
 
 
 class _DrawingTogether:
     """A loader whose batches are `drawn`."""
 
-    def __init__(self, loader: Any, sharing: Any) -> None:
-        self.loader, self.sharing = loader, sharing
+    def __init__(self, loader: Any, exchange: Any) -> None:
+        self.loader = loader
+        self.exchange = exchange
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -75,33 +78,35 @@ class _DrawingTogether:
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
-        while batch := drawn(self.sharing, batches, 1):
+        batch = drawn(self.exchange, batches, 1)
+        while batch:
             yield from batch
+            batch = drawn(self.exchange, batches, 1)
 
 
-def drawn(sharing: Any, batches: Iterator[Any], count: int) -> list[Any]:
+def drawn(exchange: Any, batches: Iterator[Any], count: int) -> list[Any]:
     """Returns the next batches; what a data set or a collator raises on one rank ends all.
     Collective."""
     found: list[Any]
     found, error = attempted(functools.partial(list, itertools.islice(batches, count)), [])
-    sharing.end_all(error)
+    exchange.end_all(error)
     return found
 
 
-def averaging(sharing: Any, own: Any, trainer: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+def averaging(exchange: Any, own: Any, trainer: Any, *arguments: Any, **named: Any) -> torch.Tensor:
     """Calls `training_step` of a trainer, and returns the mean of its loss over the ranks: what
     transformers adds up after the last log, and looks for NaN in, would be the first rank's alone.
     Collective."""
-    return mean_over_ranks(own(trainer, *arguments, **named), sharing)
+    return mean_over_ranks(own(trainer, *arguments, **named), exchange.group)
 
 
-def mean_over_ranks(loss: torch.Tensor, sharing: Any) -> torch.Tensor:
-    """Returns the mean of a loss over the ranks. Collective."""
-    if sharing.group is None:
+def mean_over_ranks(loss: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Returns the mean of a loss over the ranks of a group; None: one process. Collective."""
+    if group is None:
         return loss
     mean = loss.detach().clone()
-    dist.all_reduce(mean, group=sharing.group)
-    mean /= sharing.ranks
+    dist.all_reduce(mean, group=group)
+    mean /= dist.get_world_size(group)
     return mean
 
 
@@ -122,13 +127,10 @@ def end_all(error: Exception | None, group: Any) -> None:
 
 
 def text_of(error: Exception | None) -> str | None:
-    return (
-        None
-        if error is None
-        else str(error)
-        if isinstance(error, UserError)
-        else f"{type(error).__name__}: {error}"
-    )
+    """Returns what is told to other ranks of an error; None if there is none."""
+    if error is None:
+        return None
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def raise_on_all(texts: Sequence[str | None], error: Exception | None) -> None:

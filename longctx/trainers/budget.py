@@ -29,14 +29,17 @@ from longctx.trainers.refusals import TrainerError
 from longctx.training.run_profile import RunProfile, scaled_profile
 from longctx.units import format_bytes
 
-UNIT, MOST = 1024, 1024
+UNIT = 1024
+MAX_UNITS = 1024
 """A budget is 1 to 1,024 times 1,024 tokens."""
 LOGITS_BYTES = 16
 """Bytes per logit in transformers' own loss: log-softmax, and logits and gradients in bfloat16 and
 in float32."""
-TILE, TILE_BYTES = (4096, 32768), {"cuda": 4, "cpu": 28}
-"""Tokens and vocabulary of the tile that TRL's fused head computes at once, and its bytes per
-logit: one buffer, or torch's."""
+TILE_TOKENS = 4096
+TILE_VOCABULARY = 32768
+"""Sizes of the tile that TRL's fused head computes at once."""
+TILE_BYTES = {"cuda": 4, "cpu": 28}
+"""Bytes per logit of a tile: one buffer, or torch's."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Workload:
     """A trainer's model as plans and estimates see it.
 
     Attributes:
+        traits: the trainer and its model.
         spec: sizes of the model with its adapters.
         config: settings of a run like the trainer's.
         named: hardware profile, scaled to the model unless it was given as a value.
@@ -61,7 +65,9 @@ class Workload:
     def of(cls, traits: Traits, profile: HardwareProfile | str | None) -> "Workload":
         """Raises TrainerError for a model without blocks of a known kind, ProfileError for a
         profile that cannot be used."""
-        args, spec, ranks = traits.args, _spec_of(traits), traits.args.world_size
+        args = traits.args
+        ranks = args.world_size
+        spec = _spec_of(traits)
         in_bfloat16 = args.bf16 or next(traits.model.parameters()).dtype == torch.bfloat16
         settings = [
             f"train.device={args.device.type}",
@@ -98,16 +104,19 @@ class Workload:
         `chunks`: whether this rank computes the loss without logits of all tokens. Raises
         TrainerError for less than 1,024.
         """
-        args, ranks = self.traits.args, self.traits.args.world_size
+        args = self.traits.args
+        ranks = args.world_size
         available = available_bytes(args.device, processes_per_node(ranks) or ranks) or 0
-        least = torch.tensor([available, chunks])  # all ranks must find the same
+        fewest = torch.tensor([available, chunks])  # all ranks must find the same
         if group is not None:
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        most, all_logits = int(ROOM * int(least[0])), not least[1]
-        fitting, failing = 0, MOST + 1
+            dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
+        limit = int(ROOM * int(fewest[0]))
+        all_logits = not fewest[1]
+        fitting = 0
+        failing = MAX_UNITS + 1
         while failing - fitting > 1:
             units = (fitting + failing) // 2
-            if self._needed(units * UNIT, all_logits) <= most:
+            if self._needed(units * UNIT, all_logits) <= limit:
                 fitting = units
             else:
                 failing = units
@@ -115,7 +124,7 @@ class Workload:
             raise TrainerError(
                 f"{UNIT:,} tokens per rank need {format_bytes(self._needed(UNIT, all_logits))} by "
                 "estimate, but only "
-                f"{format_bytes(most)} of a rank's memory are to be filled: use FSDP2, "
+                f"{format_bytes(limit)} of a rank's memory are to be filled: use FSDP2, "
                 "gradient_checkpointing or adapters, or "
                 "give tokens_per_rank if you know that it fits"
             )
@@ -124,15 +133,18 @@ class Workload:
     def _needed(self, tokens: int, all_logits: bool) -> int:
         """Returns the bytes that a rank of so many tokens needs; without `all_logits` it has those
         of a chunk."""
-        ranks, device = self.traits.args.world_size, self.traits.args.device.type
+        ranks = self.traits.args.world_size
+        device = self.traits.args.device.type
         config = self.config.changed({"batch.tokens_per_rank": tokens})
         loads = list(full_loads(config, ranks, self.named.profile))
         if self.spec.encoder_layers:  # as if sources were as long as targets
             loads = [replace(load, source=load.tokens // 2) for load in loads]
         vocabulary = self.spec.vocab_size or 0
         logits = LOGITS_BYTES * tokens * vocabulary if all_logits else 0
-        if self.traits.of_trl is not None:
-            logits = TILE_BYTES[device] * min(tokens, TILE[0]) * min(vocabulary, TILE[1])
+        if self.traits.trl_class is not None:
+            logits = (
+                TILE_BYTES[device] * min(tokens, TILE_TOKENS) * min(vocabulary, TILE_VOCABULARY)
+            )
         return estimate(self.spec, config, ranks, loads, fused=device == "cuda").total + logits
 
 
@@ -143,21 +155,21 @@ def _spec_of(traits: Traits) -> ModelSpec:
     except UserError:
         raise
     except Exception as error:  # models of other things than tokens have no such parts
-        name, what = type(traits.model).__name__, brief(error)
+        name = type(traits.model).__name__
         raise TrainerError(
             f"{name} has no embedding of tokens and blocks of attention whose sizes can be read "
-            f"({what}): it is not supported"
+            f"({brief(error)}): it is not supported"
         ) from error
 
 
 def _sizes(traits: Traits) -> ModelSpec:
+    """Returns the sizes of the trainer's model with its adapters. Raises what its code raises for
+    models without blocks."""
     model = traits.model
-    if traits.pairs:
+    if traits.encoder_decoder:
         with prepared(model):  # refuses those that have no such blocks
-            blocks, spec = (
-                [*model.get_encoder().layers, *model.get_decoder().layers],
-                spec_of_seq2seq(model),
-            )
+            blocks = [*model.get_encoder().layers, *model.get_decoder().layers]
+            spec = spec_of_seq2seq(model)
     else:
         blocks = model.get_submodule(block_name(model))
         spec = with_tower(spec_of(model, blocks, causal=not traits.encoder), model)
@@ -166,8 +178,6 @@ def _sizes(traits: Traits) -> ModelSpec:
     if traits.adapters:
         return with_adapters(spec, blocks, model)
     if traits.images:
-        return replace(
-            spec,
-            frozen_tower=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad),
-        )
+        frozen = [weight for weight in weights_of_images(model) if not weight.requires_grad]
+        return replace(spec, frozen_tower=sum(weight.numel() for weight in frozen))
     return spec

@@ -14,54 +14,66 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from longctx.attention.host_to_device import copy_to
+from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import evaluating, replaced
 from longctx.trainers.kinds import Traits
+from longctx.trainers.prepared import replaced_method
+from longctx.trainers.riders import Rider
 from longctx.trainers.router_loss import without_router_loss
-from longctx.training.objectives.loss import cross_entropy_sum
+from longctx.training.objectives.loss import cross_entropy_sum, rows_with_labels
 
 LOSS = "_loss_function"
 """Attribute that a model's property `loss_function` returns, if it is set."""
-PROBED, LARGER = 16, 16
-"""Tokens that are tried, and the factor of their hidden states, with which bounds and scales of
-logits show."""
+PROBED = 16
+"""Tokens that are tried."""
+LARGER = 16
+"""Factor of hidden states, with which bounds and scales of logits show."""
 
 
-class ChunkedLoss:
-    """Replaces the forward of a model while it is `used`; for `replaced_method`.
+class ChunkedLoss(Rider):
+    """Replaces the forward of a model while a loss is computed; for `replaced_method`.
 
-    `rows` are those of the micro-batch that have a label, if they are few.
+    Attributes:
+        rows: rows of the micro-batch that have a label, if they are few; None: all.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.head, self._used = model.get_output_embeddings(), False
-        self.rows: torch.Tensor | None = None
+    rows: torch.Tensor | None
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.head = model.get_output_embeddings()
+        self.device = device
+        self.rows = None
+        self._used = False
 
     @classmethod
     def of(cls, traits: Traits) -> "ChunkedLoss | None":
         """Returns the loss for a trainer's model, which is not prepared yet; None if the trainer or
         its model needs logits."""
-        of_transformers = type(traits.trainer).compute_loss.__module__.startswith("transformers.")
-        if (
-            traits.kind != "steps"
-            or traits.of_trl
-            or not of_transformers
-            or traits.args.label_smoothing_factor
-        ):
+        loss_module = type(traits.trainer).compute_loss.__module__
+        if traits.kind != "step" or traits.trl_class or traits.args.label_smoothing_factor:
             return None
-        chunked = cls(traits.model)
+        if not loss_module.startswith("transformers."):
+            return None
+        chunked = cls(traits.model, traits.args.device)
         return chunked if chunked._is_exact(traits.model) else None
 
-    def used(self) -> AbstractContextManager[None]:
+    def used_by(self, model: Any) -> AbstractContextManager[None]:
+        return replaced_method(model, "forward", self)
+
+    def begin(self, batch: MicroBatch, call: int) -> None:
+        rows = rows_with_labels(batch.labels)
+        self.rows = None if rows is None else copy_to(rows, self.device)
+
+    def during_loss(self) -> AbstractContextManager[None]:
         return replaced(self, "_used", True)
 
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if not self._used:
             return own(model, *arguments, **named)
-        labels, divisor, losses = (
-            named["shift_labels"][0],
-            named["num_items_in_batch"],
-            list[torch.Tensor](),
-        )
+        labels = named["shift_labels"][0]
+        divisor = named["num_items_in_batch"]
+        losses: list[torch.Tensor] = []
 
         def head(hidden: torch.Tensor) -> torch.Tensor:
             """Returns the loss [1, 1, 1]: FSDP may gather the matrix for this call alone, and round
@@ -85,7 +97,8 @@ class ChunkedLoss:
         weight = self.head.weight
         if torch.is_autocast_enabled(hidden.device.type):  # once, not for every chunk
             dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            hidden = hidden.to(dtype)
+            weight = weight.to(dtype)
         return cross_entropy_sum(hidden, weight, labels, divisor, rows=self.rows)
 
     def _is_exact(self, model: Any) -> bool:
@@ -99,7 +112,9 @@ class ChunkedLoss:
             or model.loss_function is not ForCausalLMLoss
         ):
             return False
-        weight, logits, seen = self.head.weight, [], []
+        weight = self.head.weight
+        logits: list[torch.Tensor] = []
+        seen: list[tuple[torch.Tensor, Any, Any]] = []
         labels = torch.arange(PROBED, device=weight.device)[None] % len(weight)
 
         def larger(hidden: torch.Tensor) -> torch.Tensor:
@@ -117,8 +132,13 @@ class ChunkedLoss:
             "num_items_in_batch": 1,
             "use_cache": False,
         }
-        tried = replaced(self.head, "forward", larger), replaced(model, LOSS, loss)
-        with torch.no_grad(), evaluating(model), without_router_loss(model), tried[0], tried[1]:
+        with (
+            torch.no_grad(),
+            evaluating(model),
+            without_router_loss(model),
+            replaced(self.head, "forward", larger),
+            replaced(model, LOSS, loss),
+        ):
             output = model(**given)
         if not (len(logits) == len(seen) == 1 and output["loss"] == 1):
             return False

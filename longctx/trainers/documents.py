@@ -1,9 +1,8 @@
-"""Documents of collated batches: token ids and labels of every sequence, without padding and
-without the packing of others."""
+"""Turns collated batches into documents: unpads rows and splits packed ones."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,24 @@ from longctx.data import IGNORED_LABEL
 from longctx.hf.vision import VISION_FAMILIES
 from longctx.planning.layout import Span
 from longctx.planning.tree import Tree
-from longctx.trainers.images import PIXELS, DocumentImages, fields_of_images, images_of_rows
+from longctx.trainers.exchange import DocumentInfo
+from longctx.trainers.images import DocumentImages
 from longctx.trainers.refusals import TrainerError
 
 Ids = npt.NDArray[np.integer[Any]]
-OF_TOKENS = ("input_ids", "labels")
-ROWS = "documents_in_rows"
-"""Field of a batch with the number of documents of every row that was joined to others."""
-OF_PACKING = (
-    ROWS,
-    *(
-        "attention_mask",
-        "position_ids",
-        "seq_idx",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-    ),
+TOKEN_FIELDS = ("input_ids", "labels")
+SEGMENTS = "token_type_ids"
+DOCUMENTS_IN_ROWS = "documents_in_rows"
+"""Field of a batch with the number of documents of every example that was joined to others."""
+PACKING_FIELDS = (
+    DOCUMENTS_IN_ROWS,
+    "attention_mask",
+    "position_ids",
+    "seq_idx",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
     "num_items_in_batch",
 )
 
@@ -40,9 +39,16 @@ OF_PACKING = (
 class Document:
     """One sequence, a tree of several, or a record of a source and a target.
 
-    `labels` are what each token predicts, the next one (of an encoder, its own) or -100. `tokens`
-    are those that the decoder reads, if there is a `source`; no other token sees the `hidden` ones.
-    The target is in a batch from `column` on.
+    With a source, `tokens` are the decoder's input.
+
+    Attributes:
+        tokens: token ids [tokens].
+        labels: what each token predicts [tokens]: the next token, of an encoder its own, or -100.
+        tree: the branches, if sequences with a common prefix were merged.
+        images: images and videos among the tokens.
+        source: token ids that the encoder reads [source tokens].
+        hidden: spans of the target that attention skips.
+        column: column of the batch in which the target begins.
     """
 
     tokens: Ids
@@ -55,79 +61,124 @@ class Document:
 
     @property
     def targets(self) -> int:
+        """Number of tokens that have a label."""
         return int((self.labels != IGNORED_LABEL).sum())
 
+    def info(self, rank: int, index: int) -> DocumentInfo:
+        """Returns what other ranks know of this document, the one with this index on its rank.
 
-def rows_of(
-    batch: Mapping[str, Any], vision: Any = None, masked: bool = False
+        Raises TrainerError for images of several kinds.
+        """
+        source = 0 if self.source is None else len(self.source)
+        info = DocumentInfo(
+            rank=rank,
+            drawn_index=index,
+            length=source + len(self.tokens),
+            targets=self.targets,
+            tree=self.tree,
+            source=source,
+            hidden=self.hidden,
+        )
+        if self.images is None:
+            return info
+        return info._replace(places=self.images.places, pixels=self.images.kind)
+
+
+def cut_rows(
+    batch: Mapping[str, Any],
+    *,
+    more_fields: Sequence[str] = (),
+    labels_in_place: bool = False,
 ) -> list[list[Document]]:
-    """Returns the documents of every row that a batch was collated from.
+    """Returns the documents of every row of a batch.
 
-    A batch has a row of tokens for each, padded by `attention_mask`, or one for all, as TRL's
-    `padding_free` makes it, with the number of documents of each under `ROWS`. Rows are cut into
-    documents where `position_ids` are 0. `vision` is the model of transformers if it reads images;
-    rows of a batch with images or videos have one document each. `masked`: a token's label stands
-    in its own place, not in that of the next token.
+    A batch has a row of tokens for each example, padded by `attention_mask`, or one for all, as
+    TRL's `padding_free` makes it. Rows are cut into documents where `position_ids` are 0.
+
+    Args:
+        batch: what a data collator returns, by the name of the field.
+        more_fields: names of fields that the caller reads.
+        labels_in_place: a token's label stands in its own place, not in that of the next token.
 
     Raises TrainerError for a batch without labels, with fields that would be lost, with holes in
     its mask, or with positions other than 0, 1, 2, .. in a document.
     """
-    of_model = (
-        ("token_type_ids",) if masked else fields_of_images(vision) if vision is not None else ()
-    )
-    refuse_lost_fields(batch, (*OF_TOKENS, *OF_PACKING, *of_model))
-    if masked and (kinds := batch.get("token_type_ids")) is not None and bool(kinds.any()):
-        raise TrainerError(
-            "token_type_ids are not all 0, but documents have one segment: leave them out, or set "
-            "them to 0"
-        )
-    if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
+    refuse_lost_fields(batch, (*TOKEN_FIELDS, *PACKING_FIELDS, *more_fields))
+    missing = [name for name in TOKEN_FIELDS if batch.get(name) is None]
+    if missing:
         raise TrainerError(
             f"the data collator returns no {' and no '.join(missing)}: return both for every "
             "document"
         )
-    read = (*OF_TOKENS, "attention_mask", "position_ids")
+    read = (*TOKEN_FIELDS, "attention_mask", "position_ids")
     on_host = {name: _on_host(batch.get(name)) for name in read}
     check_shapes(on_host, read)
-    ids, labels = (np.asarray(on_host[name], np.int32) for name in OF_TOKENS)
-    mask, positions = on_host["attention_mask"], on_host["position_ids"]
-    if positions is None and (
-        packed := [name for name in ("cu_seq_lens_q", "seq_idx") if batch.get(name) is not None]
-    ):
-        raise TrainerError(
-            f"the data collator returns {packed[0]}, but no position_ids, by which rows are cut: "
-            "return these"
-        )
-    if mask is not None and positions is None:
-        spans_of_mask("attention_mask", mask)
+    mask = on_host["attention_mask"]
+    positions = on_host["position_ids"]
+    if positions is None:
+        _refuse_packing_without_positions(batch)
+        if mask is not None:
+            spans_of_mask("attention_mask", mask)
+    ids = np.asarray(on_host["input_ids"], np.int32)
+    labels = np.asarray(on_host["labels"], np.int32)
     rows = []
     for row in range(len(ids)):
-        kept = slice(None) if mask is None else array_of(mask[row]).astype(bool)
-        cuts = (
-            []
-            if positions is None
-            else _cuts(row, array_of(positions.expand(len(ids), -1)[row])[kept])
-        )
-        parts = zip(np.split(ids[row][kept], cuts), np.split(labels[row][kept], cuts), strict=True)
-        pairs = [
-            (tokens, label if masked else np.append(label[1:], IGNORED_LABEL))
-            for tokens, label in parts
-        ]
-        rows.append([Document(tokens, label) for tokens, label in pairs if len(tokens)])
-    if any(batch.get(name) is not None for name in PIXELS):
-        if positions is not None or ROWS in batch:
+        kept = np.ones(len(ids[row]), bool) if mask is None else array_of(mask[row]).astype(bool)
+        cuts: list[int] = []
+        if positions is not None:
+            positions_of_row = array_of(positions.expand(len(ids), -1)[row])
+            cuts = _cuts(row, positions_of_row[kept])
+        rows.append(_documents(ids[row][kept], labels[row][kept], cuts, labels_in_place))
+    return rows
+
+
+def _documents(
+    tokens: Ids, labels: Ids, cuts: Sequence[int], labels_in_place: bool
+) -> list[Document]:
+    """Returns the documents of a row without padding, which begin at 0 and at the `cuts`."""
+    documents = []
+    parts = zip(np.split(tokens, cuts), np.split(labels, cuts), strict=True)
+    for document_tokens, document_labels in parts:
+        if not len(document_tokens):
+            continue
+        if not labels_in_place:
+            document_labels = np.append(document_labels[1:], IGNORED_LABEL)
+        documents.append(Document(document_tokens, document_labels))
+    return documents
+
+
+def _refuse_packing_without_positions(batch: Mapping[str, Any]) -> None:
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        if batch.get(name) is not None:
             raise TrainerError(
-                "a batch has images or videos and packed rows: leave out packing, padding_free and "
-                "position_ids"
+                f"the data collator returns {name}, but no position_ids, by which rows are cut: "
+                "return these"
             )
-        found = iter(
-            images_of_rows(vision, batch, [document.tokens for row in rows for document in row])
+
+
+def refuse_segments(batch: Mapping[str, Any]) -> None:
+    """Raises TrainerError for tokens of a second segment, as encoders know them."""
+    segments = batch.get(SEGMENTS)
+    if segments is not None and bool(segments.any()):
+        raise TrainerError(
+            "token_type_ids are not all 0, but documents have one segment: leave them out, or set "
+            "them to 0"
         )
-        rows = [[replace(document, images=next(found)) for document in row] for row in rows]
-    if (counts := batch.get(ROWS)) is None:
-        return rows
+
+
+def rows_of_examples(
+    rows: Sequence[list[Document]], counts: torch.Tensor | None
+) -> list[list[Document]]:
+    """Returns the documents of every example of a batch.
+
+    `counts` are numbers of documents [examples], if a collator has joined examples to fewer `rows`;
+    None: every row is an example. Raises TrainerError if rows have other documents.
+    """
+    if counts is None:
+        return list(rows)
     documents = list(itertools.chain.from_iterable(rows))
-    if len(documents) != (expected := int(counts.sum())):
+    expected = int(counts.sum())
+    if len(documents) != expected:
         raise TrainerError(
             f"the data collator joins examples of {expected} documents to {len(rows)} rows, in "
             "which position_ids show "
@@ -162,7 +213,8 @@ def check_shapes(batch: Mapping[str, Any], names: Sequence[str]) -> None:
                 "return the same"
             )
         if name.endswith("mask"):
-            if others := field[(field != 0) & (field != 1)].unique().tolist():
+            others = field[(field != 0) & (field != 1)].unique().tolist()
+            if others:
                 raise TrainerError(
                     f"{name} has {others[0]:g}, but must be 1 for tokens and 0 for padding: packed "
                     "rows are cut by position_ids"
@@ -177,7 +229,8 @@ def _cuts(row: int, positions: Ids) -> list[int]:
     """Returns where documents after the first one begin. Raises TrainerError for positions that do
     not count 0, 1, 2, .."""
     steps = np.diff(positions, prepend=-1)
-    if len(wrong := np.flatnonzero((positions != 0) & (steps != 1))):
+    wrong = np.flatnonzero((positions != 0) & (steps != 1))
+    if len(wrong):
         at = int(wrong[0])
         raise TrainerError(
             f"position_ids of row {row} have {positions[at]} "
@@ -205,12 +258,13 @@ def spans_of_mask(name: str, mask: torch.Tensor) -> list[Span]:
 def labels_beside_padding(batch: Mapping[str, Any]) -> int:
     """Returns how many labels of a causal model's batch stand on padding, or follow it. Documents
     do not have them."""
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    mask = batch.get("attention_mask")
+    labels = batch.get("labels")
     if mask is None or labels is None:
         return 0
-    return int(
-        ((labels[:, 1:] != IGNORED_LABEL) & ~(mask[:, 1:].bool() & mask[:, :-1].bool())).sum()
-    )
+    has_label = labels[:, 1:] != IGNORED_LABEL
+    is_next_token = mask[:, 1:].bool() & mask[:, :-1].bool()
+    return int((has_label & ~is_next_token).sum())
 
 
 def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -220,7 +274,7 @@ def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:
         raise TrainerError(
             f"the data collator returns {', '.join(lost)}, which splitting documents would lose: "
             "return only "
-            f"{', '.join(OF_TOKENS)}, attention_mask and position_ids, decoder_input_ids and "
+            f"{', '.join(TOKEN_FIELDS)}, attention_mask and position_ids, decoder_input_ids and "
             "decoder_attention_mask only for "
             f"encoder-decoders, and images only for {', '.join(VISION_FAMILIES)}, of which those "
             "of Qwen also take videos"
@@ -242,19 +296,18 @@ class CountingRows:
                 "[rows, tokens]"
             )
         if "input_ids" in batch and len(batch["input_ids"]) < len(examples):
-            batch[ROWS] = torch.tensor(list(map(_documents_in, examples)))
+            batch[DOCUMENTS_IN_ROWS] = torch.tensor(list(map(_documents_in, examples)))
         return batch
 
 
 def _documents_in(example: Any) -> int:
-    """Returns how many documents an example has: those of a row that TRL has packed, or of a list
-    of examples."""
+    """Returns how many documents an example has: a row that TRL has packed has several, and so has
+    a list of examples."""
     if isinstance(example, Mapping):
         return len(example.get("seq_lengths", [0]))
-    packed = isinstance(example, list | tuple) and all(
-        isinstance(each, Mapping) for each in example
-    )
-    return len(example) if packed else 1
+    if isinstance(example, list | tuple) and all(isinstance(part, Mapping) for part in example):
+        return len(example)
+    return 1
 
 
 def _on_host(field: Any) -> Any:
@@ -264,5 +317,6 @@ def _on_host(field: Any) -> Any:
 
 
 def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Returns a tensor's values as an array in host memory."""
     array: npt.NDArray[Any] = tensor.cpu().numpy()
     return array

@@ -8,7 +8,7 @@ the first step on (`longctx.trainers.step`).
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,10 @@ from longctx.trainers.agreement import (
 )
 from longctx.trainers.budget import Workload
 from longctx.trainers.chunked_loss import ChunkedLoss
-from longctx.trainers.documents import CountingRows
+from longctx.trainers.families import AttentionOptions, family_of, family_of_model
 from longctx.trainers.fused_head import PlannedHead
-from longctx.trainers.images import reading_images
-from longctx.trainers.kinds import Traits, inner_model
+from longctx.trainers.kinds import Kind, Traits, inner_model
 from longctx.trainers.noise import Noise
-from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
 from longctx.trainers.refusals import (
     ANSWERS,
@@ -45,12 +43,27 @@ from longctx.trainers.refusals import (
     notes_on_data,
     refuse,
 )
+from longctx.trainers.riders import Rider
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
-from longctx.trainers.step import Sharing
+from longctx.trainers.step import Planning, StepExchange
 from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
 from longctx.trainers.whole_steps import NEEDED, REPLACED, WholeSteps
 from longctx.training.build import kernel_requests, prepare_kernels
 from longctx.units import format_bytes
+
+
+class Groups(NamedTuple):
+    """Groups of all ranks, each for its own messages; None for one process.
+
+    Attributes:
+        rings: K, V and values.
+        ids: lengths and token ids, which a thread exchanges between CPUs.
+        across: messages of rings between nodes; None on one node.
+    """
+
+    rings: dist.ProcessGroup | None = None
+    ids: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
 
 
 def dynamic_context_parallel(
@@ -87,97 +100,147 @@ def dynamic_context_parallel(
     reason and way out.
     """
     check_trainer(trainer, NEEDED)
-    args = trainer.args
+    ranks = trainer.args.world_size
     given: dict[str, Any] = {
         "tokens_per_rank": tokens_per_rank,
         "profile": profile,
         "mode": mode,
         "degree": degree,
         "kernel": kernel,
+        "merge_prefixes": merge_prefixes,
+        "own_loss_is_a_token_sum": own_loss_is_a_token_sum,
     }
-    given |= {"merge_prefixes": merge_prefixes, "own_loss_is_a_token_sum": own_loss_is_a_token_sum}
-    check_same(args.world_size, **given)
-    with agreeing_on_errors(args.world_size):
+    check_same(ranks, **given)
+    with agreeing_on_errors(ranks):
         check_arguments(TrainerError, RULES, given)
         traits = Traits(trainer, own_loss_is_a_token_sum)
-        refuse(traits, REPLACED)
-        least = 1 if tokens_per_rank is None else tokens_per_rank
-        check_settings(args.world_size, least, mode, degree, None, None)
+        model_family = family_of_model(traits)
+        refuse(traits, REPLACED, family_problems=model_family.problems(traits))
+        known_tokens = 1 if tokens_per_rank is None else tokens_per_rank
+        check_settings(ranks, known_tokens, mode, degree, bins=None, max_remote_tokens=None)
         workload = Workload.of(traits, profile)
-    with contextlib.ExitStack() as undo:
-        groups = _groups(args, undo)
-        with agreeing_on_errors(args.world_size):
-            workload, chunked = workload.agreed(groups[1]), ChunkedLoss.of(traits)
-            most = tokens_per_rank
-            if most is None:
-                most = workload.tokens_that_fit(groups[1], chunks=chunked is not None)
+    undo = contextlib.ExitStack()
+    with _closed_on_error(undo):
+        groups = _groups(trainer.args, undo)
+        with agreeing_on_errors(ranks):
+            workload = workload.agreed(groups.ids)
+            chunked = ChunkedLoss.of(traits)
+            if tokens_per_rank is None:
+                has_chunks = chunked is not None
+                tokens_per_rank = workload.tokens_that_fit(groups.ids, chunks=has_chunks)
             notes = [
                 *_prepare_kernels(traits, workload.spec, kernel),
-                *notes_on_data(traits, most * args.world_size),
+                *notes_on_data(traits, tokens_per_rank * ranks, model_family.length_fields),
             ]
-            way = workload.named.profile, most, mode, degree, kernel, args.device, *groups
-            sharing = Sharing(
-                *way,
+            if traits.kind == "hidden_states":
+                notes.append(_note_of_outputs(traits))
+            planning = Planning(workload.named.profile, tokens_per_rank, mode=mode, degree=degree)
+            exchange = StepExchange(
+                planning=planning,
+                attention=_attention(planning.profile, groups, trainer.args.device, kernel),
+                ids_group=groups.ids,
+                family=family_of(traits, workload),
+                riders=_riders(traits, groups, chunked),
                 undo=undo,
-                tower=workload.tower,
-                parts=workload.spec.parts,
-                chunked_loss=chunked,
             )
-            notes += _replace_parts(traits, sharing, merge_prefixes)
-        trainer.dynamic = sharing
-        sharing.undo = undo.pop_all()
+            _attach(traits, exchange, merge_prefixes)
+        trainer.dynamic = exchange
     if trainer.is_world_process_zero():
-        ranks = "1 rank" if args.world_size == 1 else f"up to {args.world_size} ranks"
+        split = "1 rank" if ranks == 1 else f"up to {ranks} ranks"
         print(
             *workload.named.lines,
-            f"a document is split over {ranks}, of {most:,} tokens each",
+            f"a document is split over {split}, of {tokens_per_rank:,} tokens each",
             *notes,
             sep="\n",
         )
 
 
-def _replace_parts(traits: Traits, sharing: Sharing, merge_prefixes: bool) -> list[str]:
-    """Replaces methods of the trainer and of its models, until `sharing.undo` is closed. Returns
-    notes. Raises TrainerError."""
-    trainer, undo, notes = traits.trainer, sharing.undo, []
-    models, sharing.predicts_masked = [traits.model], traits.masked
-    if traits.kind == "rows":
-        notes.append(_note_of_outputs(traits))
-        models, sharing.predicts_masked = [traits.model.base_model], traits.encoder
-    elif getattr(trainer, "ref_model", None):
-        models.append(inner_model(trainer, trainer.ref_model))
+@contextlib.contextmanager
+def _closed_on_error(undo: contextlib.ExitStack) -> Iterator[None]:
+    """Closes a stack if something is raised."""
+    try:
+        yield
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _attention(
+    profile: HardwareProfile, groups: Groups, device: torch.device, kernel: str
+) -> AttentionOptions:
+    """Returns how attention runs in all micro-batches."""
+    if profile.exchange_levels != 2:
+        return AttentionOptions(device, kernel, group=groups.rings)
+    return AttentionOptions(
+        device,
+        kernel,
+        group=groups.rings,
+        ranks_per_node=profile.ranks_per_node,
+        across=groups.across,
+    )
+
+
+def _riders(traits: Traits, groups: Groups, chunked: ChunkedLoss | None) -> list[Rider]:
+    """Returns what goes along with the micro-batches of a trainer, in the order in which it
+    replaces methods of the model. Raises TrainerError."""
+    riders: list[Rider] = []
+    if traits.noisy:
+        riders.append(Noise(traits.trainer))
+    if chunked is not None:
+        riders.append(chunked)
+    if traits.balances and traits.kind == "step":
+        riders.append(RouterLoss(traits, groups.rings))
+    return riders
+
+
+def _attach(traits: Traits, exchange: StepExchange, merge_prefixes: bool) -> None:
+    """Replaces methods of the trainer and of its models, until `exchange.undo` is closed. Raises
+    TrainerError."""
+    trainer = traits.trainer
+    undo = exchange.undo
+    models = _planned_models(traits)
     for model in models:
         with without_router_loss(model), without_pooler(model):
             undo.enter_context(prepared(model))
-    if traits.noisy:
-        sharing.noise = Noise(trainer)
-        undo.enter_context(sharing.noise.used_by(models[0]))
-    if traits.images and traits.kind != "rows":
-        sharing.vision = traits.model
+    undo.enter_context(exchange.family.used_by(models, sharded=trainer.is_fsdp_enabled))
+    for rider in exchange.riders:
+        undo.enter_context(rider.used_by(models[0]))
+    merged = None
+    if merge_prefixes and exchange.family.merges_prefixes and hasattr(trainer, "_metrics"):
+        merged = functools.partial(_record, trainer)
+    if traits.kind == "step":
+        _plan_steps(traits, exchange)
+    elif traits.kind == "token_values":
         for model in models:
-            undo.enter_context(replaced_method(model, "forward", reading_images))
-    together: dict[str, Callable[..., Any]] = {"evaluation_loop": evaluating_together}
-    merged = (
-        functools.partial(_record, trainer)
-        if merge_prefixes and hasattr(trainer, "_metrics")
-        else None
-    )
-    if traits.kind == "steps":
-        _plan_steps(traits, sharing)
+            head = PlannedHead(exchange, merged)  # each numbers the calls of its own model
+            undo.enter_context(replaced_method(model, "forward", head))
     else:
-        together |= {"get_batch_samples": drawing_together, "training_step": averaging}
-        if traits.kind == "sequences":
-            for model in models:
-                undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
-        else:
-            _plan_outputs(
-                traits, undo, PlannedBase(sharing, None if sharing.predicts_masked else merged)
-            )
+        _plan_outputs(traits, exchange, merged)
     # Around the train of WholeSteps.
-    undo.enter_context(replaced_method(trainer, "train", _wrapping_again))
-    for name, method in together.items() if sharing.ids_group is not None else ():
-        undo.enter_context(replaced_method(trainer, name, functools.partial(method, sharing)))
-    return notes
+    undo.enter_context(replaced_method(trainer, "train", _train_with_fresh_ddp))
+    if exchange.ids_group is not None:
+        for name, method in _collective_methods(traits.kind).items():
+            collective = functools.partial(method, exchange)
+            undo.enter_context(replaced_method(trainer, name, collective))
+
+
+def _planned_models(traits: Traits) -> list[Any]:
+    """Returns the models of a trainer whose calls are planned; that which is trained is first."""
+    if traits.kind == "hidden_states":
+        return [traits.model.base_model]
+    reference = getattr(traits.trainer, "ref_model", None)
+    if not reference:
+        return [traits.model]
+    return [traits.model, inner_model(traits.trainer, reference)]
+
+
+def _collective_methods(kind: Kind) -> dict[str, Callable[..., Any]]:
+    """Returns what replaces methods of a trainer on several ranks, which run them together."""
+    methods: dict[str, Callable[..., Any]] = {"evaluation_loop": evaluating_together}
+    if kind != "step":
+        methods["get_batch_samples"] = drawing_together
+        methods["training_step"] = averaging
+    return methods
 
 
 def restore(trainer: Any) -> None:
@@ -191,14 +254,13 @@ def restore(trainer: Any) -> None:
 def _prepare_kernels(traits: Traits, spec: ModelSpec, kernel: str) -> Iterator[str]:
     """Yields a line with the kernels of attention, which are compiled now, and a note on an
     allocator without settings."""
-    args, device = traits.args, traits.args.device
-    dtype = (
-        torch.float16
-        if args.fp16
-        else torch.bfloat16
-        if args.bf16
-        else next(traits.model.parameters()).dtype
-    )
+    args = traits.args
+    device = args.device
+    dtype = next(traits.model.parameters()).dtype
+    if args.fp16:
+        dtype = torch.float16
+    elif args.bf16:
+        dtype = torch.bfloat16
     kernels = prepare_kernels(kernel, kernel_requests(spec, device.type, dtype))
     yield (
         f"attention on {device.type} in {str(dtype).removeprefix('torch.')}: "
@@ -212,25 +274,26 @@ def _prepare_kernels(traits: Traits, spec: ModelSpec, kernel: str) -> Iterator[s
         )
 
 
-def _groups(
-    args: Any, undo: contextlib.ExitStack
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns groups of all ranks: for rings, for ids, which a thread exchanges between CPUs, and
-    on several nodes for messages of rings between nodes. Collective."""
+def _groups(args: Any, undo: contextlib.ExitStack) -> Groups:
+    """Makes groups of all ranks, until `undo` is closed. Collective."""
     if args.world_size == 1:
-        return None, None, None
+        return Groups()
     rings, across = exchange_groups(
         torch.arange(args.world_size)[None], args.ddp_timeout_delta, args.device
     )
     ids = dist.new_group(backend="gloo", timeout=args.ddp_timeout_delta)
-    groups = [group for group in (rings, ids, across) if group is not None]
-    undo.callback(
-        lambda: [dist.destroy_process_group(group) for group in groups if dist.is_initialized()]
-    )
+    made = [group for group in (rings, ids, across) if group is not None]
+
+    def destroy() -> None:
+        for group in made:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    undo.callback(destroy)
     for group in (rings, across):
         if group is not None:
             warm_up(group, args.device)
-    return rings, ids, across
+    return Groups(rings=rings, ids=ids, across=across)
 
 
 @contextlib.contextmanager
@@ -247,15 +310,17 @@ def _extended(trainer: Any, mixin: type, **more: Any) -> Iterator[None]:
             vars(trainer).pop(name, None)
 
 
-def _plan_steps(traits: Traits, sharing: Sharing) -> None:
-    trainer, model, undo = traits.trainer, traits.model, sharing.undo
+def _plan_steps(traits: Traits, exchange: StepExchange) -> None:
+    """Makes a trainer plan whole steps."""
+    trainer = traits.trainer
+    undo = exchange.undo
     undo.enter_context(_extended(trainer, WholeSteps))
     # Otherwise losses of batches would be averaged.
     undo.enter_context(replaced(trainer, "model_accepts_loss_kwargs", True))
     undo.enter_context(replaced(trainer, "loss_is_scaled_for_ga", True))
     vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # evaluations may come first
-    collate = (WatchingTargets if traits.pairs else CountingRows)(trainer.data_collator)
-    undo.enter_context(replaced(trainer, "data_collator", collate))
+    watched = exchange.family.watched(trainer.data_collator)
+    undo.enter_context(replaced(trainer, "data_collator", watched))
     prepare_loader = trainer.accelerator.prepare_data_loader
 
     def on_host(loader: Any, device_placement: Any = None, **others: Any) -> Any:
@@ -264,15 +329,6 @@ def _plan_steps(traits: Traits, sharing: Sharing) -> None:
         return prepare_loader(loader, device_placement=False, **others)
 
     undo.enter_context(replaced(trainer.accelerator, "prepare_data_loader", on_host))
-    if sharing.chunked_loss is not None:
-        undo.enter_context(replaced_method(model, "forward", sharing.chunked_loss))
-    if traits.balances:
-        sharing.router_loss = RouterLoss(traits, sharing.group)
-        undo.enter_context(replaced_method(model, "forward", sharing.router_loss))
-    if traits.pairs:
-        sharing.seq2seq = model
-        if trainer.is_fsdp_enabled:
-            undo.enter_context(sharded_with_head(model))
 
 
 def _note_of_outputs(traits: Traits) -> str:
@@ -281,41 +337,49 @@ def _note_of_outputs(traits: Traits) -> str:
     # A head may be in bfloat16, as TRL makes adapters of bases of 4 bits.
     with traits.trainer.accelerator.autocast():
         check_head(model)
+    note = "note: the loss gets outputs of whole rows: calls of the model are planned, not steps"
     head = model.get_output_embeddings()
-    size = (
-        ""
-        if head is None
-        else f", and logits take {format_bytes(4096 * len(head.weight))} per 1,024 tokens of its "
-        "rows"
-    )
-    hidden = ", and no answer is looked for in padding" if hasattr(model, ANSWERS) else ""
-    return (
-        "note: the loss gets outputs of whole rows: calls of the model are planned, not "
-        f"steps{size}{hidden}"
-    )
+    if head is not None:
+        size = format_bytes(4096 * len(head.weight))
+        note += f", and logits take {size} per 1,024 tokens of its rows"
+    if hasattr(model, ANSWERS):
+        note += ", and no answer is looked for in padding"
+    return note
 
 
-def _plan_outputs(traits: Traits, undo: contextlib.ExitStack, outputs: PlannedBase) -> None:
+def _plan_outputs(
+    traits: Traits, exchange: StepExchange, merged: Callable[[float], None] | None
+) -> None:
+    """Makes a trainer plan calls of its base model, whose hidden states the loss needs."""
     model = traits.model
-    outputs.of_head = not traits.has_unknown_loss
-    outputs.means = traits.has_loss_of_head and not traits.args.label_smoothing_factor
-    if outputs.of_head:
+    undo = exchange.undo
+    padding = None
+    classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
+    if classifies_rows and exchange.family.last_token_is_found:
+        padding = model.config.get_text_config().pad_token_id
+    outputs = PlannedBase(
+        exchange,
+        merged,
+        means=traits.has_loss_of_head and not traits.args.label_smoothing_factor,
+        leaves_rows_out=not traits.has_unknown_loss,
+        padding=padding,
+    )
+    if outputs.leaves_rows_out:
         # Labels of all ranks are counted.
         undo.enter_context(replaced(traits.args, "average_tokens_across_devices", True))
     if outputs.means:
         undo.enter_context(replaced(traits.trainer, "model_accepts_loss_kwargs", True))
         undo.enter_context(replaced(traits.trainer, "loss_is_scaled_for_ga", None))
-    if type(model).__name__.endswith("ForSequenceClassification") and not traits.encoder:
-        outputs.padding = model.config.get_text_config().pad_token_id
     undo.enter_context(_extended(traits.trainer, WholeOutputs, outputs=outputs))
     undo.enter_context(replaced_method(model.base_model, "forward", outputs))
     if hasattr(model, ANSWERS):
-        undo.enter_context(
-            replaced_method(getattr(model, ANSWERS), "forward", outputs.without_padding)
-        )
+        answers = getattr(model, ANSWERS)
+        undo.enter_context(replaced_method(answers, "forward", outputs.without_padding))
 
 
-def _wrapping_again(own: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
+def _train_with_fresh_ddp(
+    own: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any
+) -> Any:
     """Trains. An evaluation before has prepared the model without DDP, and accelerate would leave
     it so."""
     if not trainer.is_fsdp_enabled:

@@ -1,9 +1,10 @@
 """Exchange of rows between the ranks that have drawn documents and the ranks that hold them: tokens
 there, values back."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,20 +16,26 @@ from longctx.planning.layout import Layout, Span
 from longctx.planning.tree import Tree
 
 
-@dataclass(frozen=True)
-class Known:
-    """What all ranks know of a document: the rank that has drawn it, its place among that rank's
-    documents, sizes and shape.
+class DocumentInfo(NamedTuple):
+    """What all ranks know of a document.
 
-    Of one with images also their places, and the kind of their pixels, an empty tensor. Of a record
-    with a source the length of that, and the hidden spans of its target.
+    Attributes:
+        rank: the rank that has drawn it.
+        drawn_index: its place among the documents of that rank.
+        length: number of its tokens, of source and target together.
+        targets: number of its labels.
+        tree: its branches, if sequences were merged.
+        places: where its images are.
+        pixels: the kind of its images' pixels, an empty tensor; None without images.
+        source: tokens that the encoder of an encoder-decoder reads.
+        hidden: spans of its target that attention skips.
     """
 
     rank: int
-    number: int
+    drawn_index: int
     length: int
     targets: int
-    tree: Tree | None
+    tree: Tree | None = None
     places: tuple[ImagePlace, ...] = ()
     pixels: torch.Tensor | None = None
     source: int = 0
@@ -69,25 +76,34 @@ class RowExchange:
     def of(
         cls,
         layouts: Sequence[Sequence[Layout]],
-        documents: Sequence[Known],
+        documents: Sequence[DocumentInfo],
         rank: int,
         lengths: Sequence[int],
     ) -> "RowExchange":
-        """`layouts` are those of every rank and micro-batch, `documents` those of the plan,
-        `lengths` those of all documents of this rank, also ones that are not planned."""
-        starts = [0, *torch.tensor([0, *lengths]).cumsum(0)[1:].tolist()]
+        """Returns the exchange of a rank.
+
+        Args:
+            layouts: [rank][micro-batch].
+            documents: the plan's.
+            rank: this rank.
+            lengths: rows of every document that this rank drew, planned or not.
+        """
         own: list[list[torch.Tensor]] = [[] for _ in layouts]
         held: list[list[torch.Tensor]] = [[] for _ in layouts]
-        places, at = {}, 0
-        for holder, of_holder in enumerate(layouts):
-            for number, (start, stop) in _spans(of_holder):
-                document = documents[number]
+        places: dict[tuple[int, int], int] = {}
+        first_rows = [0, *itertools.accumulate(lengths)]
+        held_rows = 0
+        for holder, holder_layouts in enumerate(layouts):
+            for index, (start, stop) in _spans(holder_layouts):
+                document = documents[index]
                 if document.rank == rank:
-                    own[holder].append(starts[document.number] + torch.arange(start, stop))
+                    own[holder].append(first_rows[document.drawn_index] + torch.arange(start, stop))
                 if holder == rank:
-                    held[document.rank].append(torch.arange(at, at + stop - start))
-                    places[number, start], at = at, at + stop - start
-        return cls(Side.of(starts[-1], own), Side.of(at, held), places)
+                    places[index, start] = held_rows
+                    following = held_rows + stop - start
+                    held[document.rank].append(torch.arange(held_rows, following))
+                    held_rows = following
+        return cls(Side.of(first_rows[-1], own), Side.of(held_rows, held), places)
 
     def to_holders(self, rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Returns the held rows of [own rows, ..] of all ranks. Collective, differentiable."""
@@ -96,9 +112,8 @@ class RowExchange:
     def to_owners(self, rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Returns the own rows of [held rows, ..] of all ranks; 0 where nothing is planned.
         Collective, differentiable."""
-        held, own = (
-            replace(side, rows=copy_to(side.rows, rows.device)) for side in (self.held, self.own)
-        )
+        held = replace(self.held, rows=copy_to(self.held.rows, rows.device))
+        own = replace(self.own, rows=copy_to(self.own.rows, rows.device))
         return _moved(rows, held, own, group)
 
 

@@ -22,7 +22,7 @@ from longctx.errors import UserError
 from longctx.hf.vision import IN_BOTH_DIRECTIONS, ImagePlace, Images, image_positions, video_token
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import spread_images
-from longctx.planning.layout import Layout, Placement, Span
+from longctx.planning.layout import Layout, Placement, Shard, Span
 from longctx.planning.plan import Plan
 
 Image = tuple[int, int]
@@ -77,35 +77,39 @@ def share_images(
     }
     if not placements:
         return None
-    encoding, rank, shards = (
-        encoding_ranks(placements, places),
-        layout.rank,
-        {shard.document: shard for shard in layout.shards},
-    )
-    receivers: list[npt.NDArray[np.int64]] = []
-    rows: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(plan.ranks)]
+    rank = layout.rank
+    shards = {shard.document: shard for shard in layout.shards}
+    encoding = encoding_ranks(placements, places)
+    none = np.zeros(0, np.int64)
+    receivers: list[npt.NDArray[np.int64]] = [none]
+    rows: list[list[npt.NDArray[np.int64]]] = [[none] for _ in range(plan.ranks)]
     for (document, number), sender in encoding.items():
-        place, placement = places[document][number], placements[document]
+        place = places[document][number]
         positions = np.arange(place.start, place.start + place.tokens)
-        holders = _holders(placement, plan.lengths[document], positions)
+        holders = _holders(placements[document], plan.lengths[document], positions)
         if sender == rank:
             receivers.append(holders)
         if document in shards:
-            shard, here = shards[document], positions[holders == rank]
-            tail = shard.offset + shard.head_tokens - shard.tail[0]
-            rows[sender].append(
-                np.where(here < shard.head[1], here + shard.offset - shard.head[0], here + tail)
-            )
-    to = np.concatenate([*receivers, np.zeros(0, np.int64)])
-    arrived = [np.concatenate([*parts, np.zeros(0, np.int64)]) for parts in rows]
+            rows[sender].append(_rows_in_shard(shards[document], positions[holders == rank]))
+    to = np.concatenate(receivers)
+    arrived = [np.concatenate(parts) for parts in rows]
+    order = np.argsort(np.concatenate(arrived), kind="stable")
     return ImageShare(
-        read([image for image, sender in encoding.items() if sender == rank]),
-        torch.from_numpy(np.argsort(to, kind="stable")),
-        tuple(np.bincount(to, minlength=plan.ranks).tolist()),
-        tuple(map(len, arrived)),
-        torch.from_numpy(np.argsort(np.concatenate(arrived), kind="stable")),
-        {document: places[document] for document in shards if places.get(document)},
+        pixels=read([image for image, sender in encoding.items() if sender == rank]),
+        sent_rows=torch.from_numpy(np.argsort(to, kind="stable")),
+        sent=tuple(np.bincount(to, minlength=plan.ranks).tolist()),
+        received=tuple(map(len, arrived)),
+        order=torch.from_numpy(order),
+        places={document: places[document] for document in shards if places.get(document)},
     )
+
+
+def _rows_in_shard(shard: Shard, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns the rows of a rank's buffer that hold positions of a document."""
+    in_head = positions + shard.offset - shard.head[0]
+    in_tail = positions + shard.offset + shard.head_tokens - shard.tail[0]
+    rows: npt.NDArray[np.int64] = np.where(positions < shard.head[1], in_head, in_tail)
+    return rows
 
 
 def encoding_ranks(placements: Mapping[int, Placement], places: Places) -> dict[Image, int]:
@@ -117,13 +121,8 @@ def encoding_ranks(placements: Mapping[int, Placement], places: Places) -> dict[
         for number in range(len(places[document]))
     ]
     patches = [places[document][number].patches for document, number in images]
-    return dict(
-        zip(
-            images,
-            spread_images(patches, [placements[document].ring for document, _ in images]),
-            strict=True,
-        )
-    )
+    rings = [placements[document].ring for document, _ in images]
+    return dict(zip(images, spread_images(patches, rings), strict=True))
 
 
 def _holders(
@@ -162,18 +161,19 @@ def _rows_of_kinds(
 ) -> dict[str, torch.Tensor | slice]:
     """Returns the rows of images and of videos among the features of `tokens`; all of them if there
     is one kind."""
-    kinds = {"image": hf.config.image_token_id, "video": video_token(hf)}
-    shown = tokens[
-        torch.isin(tokens, torch.tensor([token for token in kinds.values() if token is not None]))
-    ]
-    rows = {
-        kind: (shown == token).nonzero()[:, 0] for kind, token in kinds.items() if token is not None
-    }
-    rows = {kind: index for kind, index in rows.items() if len(index)}
-    return {
-        kind: slice(None) if len(rows) == 1 else copy_to(index, device)
-        for kind, index in rows.items()
-    }
+    kinds = {"image": hf.config.image_token_id}
+    video = video_token(hf)
+    if video is not None:
+        kinds["video"] = video
+    shown = tokens[torch.isin(tokens, torch.tensor(list(kinds.values())))]
+    rows = {}
+    for kind, token in kinds.items():
+        rows_of_kind = (shown == token).nonzero()[:, 0]
+        if len(rows_of_kind):
+            rows[kind] = rows_of_kind
+    if len(rows) == 1:
+        return {kind: slice(None) for kind in rows}
+    return {kind: copy_to(rows_of_kind, device) for kind, rows_of_kind in rows.items()}
 
 
 def blocks_of(micro_batch: MicroBatch, hf: Any) -> dict[int, list[Span]]:
@@ -194,7 +194,10 @@ def blocks_of(micro_batch: MicroBatch, hf: Any) -> dict[int, list[Span]]:
 def _share(
     share: ImageShare, group: dist.ProcessGroup | None, features: torch.Tensor
 ) -> torch.Tensor:
-    device, expected = features.device, len(share.sent_rows)
+    """Returns the features of this rank's rows [rows, hidden], given the features of the images
+    that it encodes. Collective."""
+    device = features.device
+    expected = len(share.sent_rows)
     if expected and len(features) != expected:
         raise UserError(
             f"the model makes {len(features)} features of images that have {expected} tokens: make "

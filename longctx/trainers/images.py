@@ -1,9 +1,9 @@
 """Images of documents in the batches of a trainer: found beside their tokens, sent to the ranks
 that encode them, and read.
 
-A collator returns the pixels of all images of a batch one after the other, and those of all videos,
-as TRL's DataCollatorForVisionLanguageModeling does; so they are in the order of their tokens. A
-pair of frames is encoded as an image.
+A collator returns the pixels of all images of a batch one after the other, and then the pixels of
+all videos, as TRL's DataCollatorForVisionLanguageModeling does; so they are in the order of their
+tokens. A pair of frames is encoded as an image.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from longctx.hf.vision import (
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import Grid
 from longctx.planning.plan import Plan
-from longctx.trainers.exchange import Known
+from longctx.trainers.exchange import DocumentInfo
 from longctx.trainers.image_shares import Image, Pixels, encoding_ranks
 from longctx.trainers.refusals import TrainerError
 
@@ -63,18 +63,21 @@ class _Shown(NamedTuple):
     fps: float = 0.0
 
 
+NOTHING_SHOWN = _Shown(pixels=(), grid=(0, 0, 0), tokens=0)
+
+
 def fields_of_images(hf: Any) -> tuple[str, ...]:
     """Returns the fields of a batch that tell of images or videos; the types of tokens follow from
     the token ids."""
-    of_images = ("pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids")
-    of_videos = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-    return of_images if video_token(hf) is None else of_images + of_videos
+    image_fields = ("pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids")
+    video_fields = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+    return image_fields if video_token(hf) is None else image_fields + video_fields
 
 
 def pixels_of_none(pixels: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the pixels of no image, an empty tensor. Raises TrainerError if those of images are
+    """Returns the pixels of no image, an empty tensor. Raises TrainerError for images with pixels
     of several kinds."""
-    kinds = {(each.shape[1:], each.dtype): each for each in pixels}
+    kinds = {(image.shape[1:], image.dtype): image for image in pixels}
     if len(kinds) > 1:
         named = " and ".join(f"{list(shape)} of {dtype}" for shape, dtype in kinds)
         raise TrainerError(
@@ -103,39 +106,33 @@ def images_of_rows(
             "tokens of an image see each "
             "other: return them, as its processor does"
         )
-    image = hf.config.image_token_id
-    waiting = {image: _images(hf, batch)}
-    # Others would take them for one, in positions or in attention.
-    side_by_side = hf.config.model_type == "llava"
-    if (video := video_token(hf)) is not None:
+    waiting = {hf.config.image_token_id: _images(hf, batch)}
+    video = video_token(hf)
+    if video is not None:
         waiting[video] = _videos(hf, batch)
+    # Others would take two images side by side for one, in positions or in attention.
+    side_by_side = hf.config.model_type == "llava"
     found: list[DocumentImages | None] = []
     for row, ids in enumerate(rows):
         places: list[ImagePlace] = []
         pixels: list[torch.Tensor] = []
-        tokens, end = np.flatnonzero(np.isin(ids, list(waiting))), -1
+        tokens = np.flatnonzero(np.isin(ids, list(waiting)))
+        end = -1
         while len(tokens):
-            shown = next(waiting[ids[tokens[0]]], _Shown((), (0, 0, 0), 0))
+            shown = next(waiting[ids[tokens[0]]], NOTHING_SHOWN)
             count = shown.tokens * len(shown.pixels)
-            run, tokens = tokens[:count], tokens[count:]
-            if (
-                not count
-                or len(run) < count
-                or run[-1] - run[0] != count - 1
-                or (run[0] == end and not side_by_side)
-                or np.ptp(ids[run])
-            ):
+            run = tokens[:count]
+            if not _is_one_run(ids, run, count) or (run[0] == end and not side_by_side):
                 raise TrainerError(
                     f"the tokens of images or videos in row {row} of a batch are not those of its "
                     "pixels: do not cut "
                     "documents (max_length=None), and let the processor of the model write these "
                     "tokens"
                 )
-            starts = run[:: shown.tokens].tolist()
-            places += [
-                ImagePlace(start, shown.tokens, shown.grid, fps=shown.fps) for start in starts
-            ]
+            for start in run[:: shown.tokens].tolist():
+                places.append(ImagePlace(start, shown.tokens, shown.grid, fps=shown.fps))
             pixels += shown.pixels
+            tokens = tokens[count:]
             end = run[-1] + 1
         found.append(DocumentImages(tuple(places), tuple(pixels)) if places else None)
     if any(next(shown, None) is not None for shown in waiting.values()):
@@ -146,37 +143,48 @@ def images_of_rows(
     return found
 
 
+def _is_one_run(ids: npt.NDArray[Any], run: npt.NDArray[Any], count: int) -> bool:
+    """Returns whether places of tokens are `count` ones, side by side, of one kind."""
+    if not count or len(run) < count or run[-1] - run[0] != count - 1:
+        return False
+    return not np.ptp(ids[run])
+
+
 def _images(hf: Any, batch: Mapping[str, Any]) -> Iterator[_Shown]:
     """Yields the images of a batch; without grids they are alike."""
-    pixels, grids = batch.get("pixel_values"), batch.get("image_grid_thw")
+    pixels = batch.get("pixel_values")
+    grids = batch.get("image_grid_thw")
     if pixels is None:
         return
     if grids is None:
-        yield from (
-            _Shown([each], (1, *pixels.shape[-2:]), tokens_of_image(hf))
-            for each in pixels.cpu().split(1)
-        )
+        grid = (1, *pixels.shape[-2:])
+        for image in pixels.cpu().split(1):
+            yield _Shown([image], grid, tokens_of_image(hf))
         return
-    for (time, height, width), each in zip(
-        grids.tolist(), _parts(pixels, grids.prod(-1)), strict=True
-    ):
-        yield _Shown([each], (time, height, width), time * height * width // merge_size(hf) ** 2)
+    parts = _parts(pixels, grids.prod(-1))
+    for (time, height, width), image in zip(grids.tolist(), parts, strict=True):
+        tokens = time * height * width // merge_size(hf) ** 2
+        yield _Shown([image], (time, height, width), tokens)
 
 
 def _videos(hf: Any, batch: Mapping[str, Any]) -> Iterator[_Shown]:
     """Yields the videos of a batch, or their pairs of frames if texts are between these."""
-    pixels, grids, seconds = (
-        batch.get(name) for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-    )
+    pixels = batch.get("pixel_values_videos")
+    grids = batch.get("video_grid_thw")
     if pixels is None or grids is None:
         return
+    seconds = batch.get("second_per_grid_ts")
     seconds = torch.ones(len(grids)) if seconds is None else torch.as_tensor(seconds)
     rates = hf.config.vision_config.temporal_patch_size / seconds.double()
     parts = _parts(pixels, grids[:, 1:].prod(-1).repeat_interleave(grids[:, 0]))
     for (count, height, width), rate in zip(grids.tolist(), rates.tolist(), strict=True):
         pairs = list(itertools.islice(parts, count))
-        for run in [[pair] for pair in pairs] if hf.config.model_type in FRAMES_APART else [pairs]:
-            yield _Shown(run, (1, height, width), height * width // merge_size(hf) ** 2, rate)
+        runs = [pairs]
+        if hf.config.model_type in FRAMES_APART:
+            runs = [[pair] for pair in pairs]
+        tokens = height * width // merge_size(hf) ** 2
+        for run in runs:
+            yield _Shown(run, (1, height, width), tokens, fps=rate)
 
 
 def _parts(pixels: torch.Tensor, patches: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -199,22 +207,26 @@ def merge_size(hf: Any) -> int:
 def exchange_pixels(
     hf: Any,
     plan: Plan,
-    documents: Sequence[Known],
+    documents: Sequence[DocumentInfo],
     own: Mapping[int, DocumentImages],
     rank: int,
     group: Any,
 ) -> Callable[[Sequence[Image]], Pixels]:
     """Sends the pixels of a step to the ranks that encode them. Collective.
 
-    `documents` are those of the plan, of which some have images; `own` are the images of this
-    rank's documents, by number. Returns a function of images that this rank encodes, which returns
-    their pixels, or those of a blank image for none. Raises TrainerError on all ranks if pixels are
-    of several kinds.
+    Args:
+        hf: the model of transformers.
+        plan: plan of the step.
+        documents: the plan's, of which some have images.
+        own: images of the documents that this rank has drawn, by number.
+        rank: this rank.
+        group: group of all ranks that exchanges tensors of the CPU; None for one process.
+
+    Returns read(images): their pixels; for no image, a blank one's. Raises TrainerError on all
+    ranks if pixels are of several kinds.
     """
-    kind = pixels_of_none(each.pixels for each in documents if each.pixels is not None)
-    places = {
-        number: document.places for number, document in enumerate(documents) if document.places
-    }
+    kind = pixels_of_none(info.pixels for info in documents if info.pixels is not None)
+    places = {number: info.places for number, info in enumerate(documents) if info.places}
     sent: list[list[torch.Tensor]] = [[] for _ in range(plan.ranks)]
     received: list[list[Image]] = [[] for _ in range(plan.ranks)]
     for micro_batch in plan.micro_batches:
@@ -222,35 +234,34 @@ def exchange_pixels(
             placed.document: placed for placed in micro_batch if placed.document in places
         }
         for (document, image), encoder in encoding_ranks(placements, places).items():
-            known = documents[document]
-            if known.rank == rank:
-                sent[encoder].append(own[known.number].pixels[image])
+            info = documents[document]
+            if info.rank == rank:
+                sent[encoder].append(own[info.drawn_index].pixels[image])
             if encoder == rank:
-                received[known.rank].append((document, image))
-    sizes = [
-        [rows_of_image(places[document][image], kind) for document, image in images]
-        for images in received
-    ]
-    rows = torch.cat([kind, *(part for parts in sent for part in parts)])
+                received[info.rank].append((document, image))
+    order = list(itertools.chain.from_iterable(received))
+    sizes = {}
+    for document, image in order:
+        sizes[document, image] = rows_of_image(places[document][image], kind)
+    rows = torch.cat([kind, *itertools.chain.from_iterable(sent)])
     if group is not None:
-        rows = exchange_rows(
-            rows, [sum(map(len, parts)) for parts in sent], list(map(sum, sizes)), group
-        )
-    order = [image for images in received for image in images]
-    pixels = dict(zip(order, rows.split([size for each in sizes for size in each]), strict=True))
+        sent_counts = [sum(map(len, pixels)) for pixels in sent]
+        received_counts = [sum(sizes[image] for image in images) for images in received]
+        rows = exchange_rows(rows, sent_counts, received_counts, group)
+    pixels = dict(zip(order, rows.split(list(sizes.values())), strict=True))
 
     def read(images: Sequence[Image]) -> Pixels:
-        grids = [places[document][image].grid for document, image in images]
+        """Returns the pixels of images that this rank encodes; for no image, a blank one's."""
         parts = [pixels[image] for image in images]
+        grids = [places[document][image].grid for document, image in images]
         if kind.dim() > 2:
-            return {
-                "pixel_values": torch.cat(parts) if parts else kind.new_zeros(1, *kind.shape[1:])
-            }
+            blank = kind.new_zeros(1, *kind.shape[1:])
+            return {"pixel_values": torch.cat(parts) if parts else blank}
         side = merge_size(hf)
-        return {
-            "pixel_values": torch.cat(parts) if parts else kind.new_zeros(side**2, *kind.shape[1:]),
-            "image_grid_thw": torch.tensor(grids or [(1, side, side)]),
-        }
+        if not parts:
+            parts = [kind.new_zeros(side**2, *kind.shape[1:])]
+            grids = [(1, side, side)]
+        return {"pixel_values": torch.cat(parts), "image_grid_thw": torch.tensor(grids)}
 
     return read
 

@@ -9,19 +9,19 @@ from torch.utils.checkpoint import checkpoint
 
 from longctx.hf.vision import is_vision
 
-Kind = Literal["steps", "sequences", "rows"]
-"""The loss is a sum over tokens, so whole steps are planned; or it needs values of whole sequences,
-by TRL's fused head, or outputs of whole rows, so every call of the model is planned."""
+Kind = Literal["step", "token_values", "hidden_states"]
+"""What is planned: whole steps, as the loss is a sum over tokens; or each call of the model, whose
+loss needs values of all tokens of its rows, by TRL's fused head, or their hidden states."""
 KINDS: dict[str, Kind] = {
-    "SFTTrainer": "steps",
-    "DPOTrainer": "sequences",
-    "GRPOTrainer": "sequences",
-    "RLOOTrainer": "sequences",
-    "KTOTrainer": "sequences",
-    "RewardTrainer": "rows",
+    "SFTTrainer": "step",
+    "DPOTrainer": "token_values",
+    "GRPOTrainer": "token_values",
+    "RLOOTrainer": "token_values",
+    "KTOTrainer": "token_values",
+    "RewardTrainer": "hidden_states",
 }
-"""Trainers of TRL. `transformers.Trainer` is of "steps", or of "rows" if its loss is another head's
-or its own."""
+"""Trainers of TRL. Of `transformers.Trainer` steps are planned, or calls for "hidden_states" if its
+loss is another head's or its own."""
 OTHER_HEADS = (
     "Classification",
     "ForQuestionAnswering",
@@ -40,11 +40,11 @@ class Traits:
     Attributes:
         model: the model of transformers, inside the trainer's model and its adapters.
         adapters: configs of peft, by name.
-        of_trl: name of TRL's nearest class that it is or extends; None for others.
-        kind: what its loss needs; of a trainer that is not supported, "steps".
+        trl_class: name of TRL's nearest class that the trainer is or extends; None for others.
+        kind: what is planned; of a trainer that is not supported, "step".
         token_sum: whether losses of a subclass are said to be sums over tokens.
-        pairs, images, masked: whether the model is an encoder-decoder, reads images, or predicts
-            masked tokens.
+        encoder_decoder, images, masked: whether the model is an encoder-decoder, reads images, or
+            predicts masked tokens.
         encoder: whether tokens of its base model see later ones.
         noisy: whether a module drops at random, or NEFTune adds noise.
         balances: whether the auxiliary loss of a mixture's routers is to be trained.
@@ -55,38 +55,58 @@ class Traits:
     """
 
     def __init__(self, trainer: Any, token_sum: bool) -> None:
-        self.trainer, self.args, self.token_sum = trainer, trainer.args, token_sum
+        self.trainer = trainer
+        self.args = trainer.args
+        self.token_sum = token_sum
         self.model = model = inner_model(trainer, trainer.model)
         self.adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-        of_trl = (
-            kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")
-        )
-        self.of_trl = next((name for name in of_trl if not name.startswith("_")), None)
-        self.pairs, self.images = bool(model.config.is_encoder_decoder), is_vision(model)
-        self.masked, self.encoder = _predicts_masked(model), is_encoder(model.base_model)
+        self.trl_class = _trl_class(trainer)
+        self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        self.images = is_vision(model)
+        self.masked = _predicts_masked(model)
+        self.encoder = is_encoder(model.base_model)
         self.kind = self._kind()
-        drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
+        drops = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
         self.noisy = drops or bool(trainer.neftune_noise_alpha)
         self.recomputes, self.reentrant = _recomputes(self.args, model)
-        in_config = not self.pairs and getattr(
-            model.config.get_text_config(), "output_router_logits", False
-        )
-        self.balances = bool(in_config or getattr(trainer, "aux_loss_enabled", False))
+        self.balances = self._balances()
         asks = getattr(model, "accepts_loss_kwargs", None) is False
         self.means_of_batches = not trainer.model_accepts_loss_kwargs and (
             asks or _takes_more(model.forward)
         )
 
     def _kind(self) -> Kind:
-        if self.of_trl:
-            return KINDS.get(self.of_trl, "steps")
-        if self.pairs or self.images:
-            return "steps"
-        own = not self.token_sum and any(is_own(self.trainer, name) for name in LOSS)
-        other = (
+        if self.trl_class:
+            return KINDS.get(self.trl_class, "step")
+        if self.encoder_decoder or self.images:
+            return "step"
+        own_method = any(is_own(self.trainer, name) for name in LOSS)
+        own_loss = own_method and not self.token_sum
+        other_head = (
             type(self.model).__name__.endswith(OTHER_HEADS) or self.model.base_model is self.model
         )
-        return "rows" if own or other or self.trainer.compute_loss_func is not None else "steps"
+        if own_loss or other_head or self.trainer.compute_loss_func is not None:
+            return "hidden_states"
+        return "step"
+
+    def _balances(self) -> bool:
+        if getattr(self.trainer, "aux_loss_enabled", False):
+            return True
+        if self.encoder_decoder:
+            return False
+        config = self.model.config.get_text_config()
+        return bool(getattr(config, "output_router_logits", False))
+
+    @property
+    def uses_ddp(self) -> bool:
+        """Whether DDP reduces gradients."""
+        return self.args.world_size > 1 and not self.trainer.is_fsdp_enabled
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether DDP is told to look for weights without a gradient."""
+        handler = self.trainer.accelerator.ddp_handler
+        return bool(handler and handler.find_unused_parameters)
 
     @property
     def has_loss_of_head(self) -> bool:
@@ -98,13 +118,22 @@ class Traits:
     def has_unknown_loss(self) -> bool:
         """Whether the loss of a batch of rows is a trainer's own, which may or may not be a mean
         over them."""
-        return self.of_trl is not None or any(is_own(self.trainer, name) for name in LOSS)
+        return self.trl_class is not None or any(is_own(self.trainer, name) for name in LOSS)
 
     @property
     def has_own_loss(self) -> bool:
         """Whether the trainer computes another loss than its model."""
         own = is_own(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
-        return own or self.of_trl is not None
+        return own or self.trl_class is not None
+
+
+def _trl_class(trainer: Any) -> str | None:
+    """Returns the name of TRL's nearest public class that a trainer is or extends; None for
+    others."""
+    for kind in type(trainer).__mro__:
+        if kind.__module__.startswith("trl.") and not kind.__name__.startswith("_"):
+            return kind.__name__
+    return None
 
 
 def inner_model(trainer: Any, model: Any) -> Any:
@@ -146,8 +175,10 @@ def _recomputes(args: Any, model: Any) -> tuple[bool, bool]:
             getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs)
             or {}
         )
-        of_torch = {name: value for name, value in given.items() if name not in own_words}
-        return True, bool(of_torch) and _is_reentrant(functools.partial(checkpoint, **of_torch))
+        torch_arguments = {name: value for name, value in given.items() if name not in own_words}
+        return True, bool(torch_arguments) and _is_reentrant(
+            functools.partial(checkpoint, **torch_arguments)
+        )
     recomputing = [
         module
         for module in model.modules()

@@ -16,66 +16,79 @@ import torch
 from torch import nn
 
 from longctx.attention.host_to_device import copy_to
+from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import replaced
 from longctx.planning.layout import Layout
 from longctx.trainers.prepared import replaced_method
+from longctx.trainers.riders import Rider
 
 
-class Noise:
+class Noise(Rider):
     """Random numbers of a trainer for the modules of its model.
 
-    `rows` are of those that the model computes: random int64 numbers, and lengths of documents.
+    Attributes:
+        rows: int64 [2, rows of the micro-batch]: random numbers, and lengths of documents.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.rows = trainer, torch.zeros(2, 0, dtype=torch.int64)
+    rows: torch.Tensor
 
-    def begin(self, layout: Layout, call: int) -> None:
-        """Makes the numbers of a micro-batch, of a call of the model in its step."""
-        seed = self.trainer.args.seed, self.trainer.state.global_step, call
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.rows = torch.zeros(2, 0, dtype=torch.int64)
+
+    def begin(self, batch: MicroBatch, call: int) -> None:
+        """Makes the numbers of a micro-batch, if the model is trained."""
+        if self.trainer.model.training:
+            self.rows = copy_to(self._rows_of(batch.layout, call), self.trainer.args.device)
+
+    def _rows_of(self, layout: Layout, call: int) -> torch.Tensor:
+        seed = self.trainer.args.seed
+        step = self.trainer.state.global_step
         rows = np.ones((2, max(1, layout.tokens)), np.uint64)
         for shard in layout.shards:
-            first = _mixed(np.uint64(zlib.crc32(repr((*seed, shard.document)).encode())))
+            name = repr((seed, step, call, shard.document))
+            first = _mixed(np.uint64(zlib.crc32(name.encode())))
             places = np.r_[slice(*shard.head), slice(*shard.tail)].astype(np.uint64)
-            rows[0, shard.offset :][: shard.tokens], rows[1, shard.offset :][: shard.tokens] = (
-                first + places,
-                shard.longest,
-            )
+            held = slice(shard.offset, shard.offset + shard.tokens)
+            rows[0, held] = first + places
+            rows[1, held] = shard.longest
         rows[0] = _mixed(rows[0])
-        self.rows = copy_to(torch.from_numpy(rows.view(np.int64)), self.trainer.args.device)
+        return torch.from_numpy(rows.view(np.int64))
 
     @contextmanager
     def used_by(self, model: Any) -> Iterator[None]:
         """Makes the dropout of a model, and NEFTune if the trainer asks for it, use these
         numbers."""
         alpha = self.trainer.neftune_noise_alpha
-
-        def dropped(salt: int, own: Any, module: Any, inputs: torch.Tensor) -> Any:
-            if not self._are_tokens(module, inputs) or not 0 < module.p < 1:
-                return own(module, inputs)
-            return inputs.masked_fill(
-                self._numbers(salt, inputs) < round((2 * module.p - 1) * 2**31), 0
-            ) / (1 - module.p)
-
-        def noisy(own: Any, module: Any, ids: torch.Tensor) -> Any:
-            output = own(module, ids)
-            if not self._are_tokens(module, output):
-                return output
-            largest = alpha / (self.rows[1] * output.shape[-1]) ** 0.5
-            return output + (self._numbers(1, output) * (largest[:, None] / 2**31)).to(output.dtype)
-
         with ExitStack() as undo:
-            # It would add its own.
+            # The trainer would add its own noise.
             undo.enter_context(replaced(self.trainer, "neftune_noise_alpha", None))
             if alpha is not None:
+                noisy = functools.partial(self._embedded, alpha)
                 undo.enter_context(replaced_method(model.get_input_embeddings(), "forward", noisy))
             for name, module in model.named_modules():
                 if isinstance(module, nn.Dropout):
                     salt = 2 * zlib.crc32(name.encode()) + 1
-                    undo.enter_context(
-                        replaced_method(module, "forward", functools.partial(dropped, salt))
-                    )
+                    dropping = functools.partial(self._dropped, salt)
+                    undo.enter_context(replaced_method(module, "forward", dropping))
             yield
+
+    def _dropped(self, salt: int, own: Any, module: Any, inputs: torch.Tensor) -> Any:
+        """Returns the output of a dropout module; `salt` is odd, and another for each module."""
+        if not self._are_tokens(module, inputs) or not 0 < module.p < 1:
+            return own(module, inputs)
+        limit = round((2 * module.p - 1) * 2**31)  # numbers are uniform in [-2**31, 2**31)
+        kept = inputs.masked_fill(self._numbers(salt, inputs) < limit, 0)
+        return kept / (1 - module.p)
+
+    def _embedded(self, alpha: float, own: Any, module: Any, ids: torch.Tensor) -> Any:
+        """Returns the output of an embedding, with the noise of NEFTune if it is trained."""
+        output = own(module, ids)
+        if not self._are_tokens(module, output):
+            return output
+        largest = alpha / (self.rows[1] * output.shape[-1]) ** 0.5
+        noise = self._numbers(1, output) * (largest[:, None] / 2**31)
+        return output + noise.to(output.dtype)
 
     def _are_tokens(self, module: nn.Module, values: torch.Tensor) -> bool:
         return module.training and values.numel() == self.rows.shape[1] * values.shape[-1]

@@ -69,12 +69,10 @@ def replaced_method(model: Any, name: str, ours: Callable[..., Any]) -> Iterator
     A copy of the model keeps the own one, called with itself. What others have wrapped around the
     method meanwhile, as accelerate does for autocast, stays, and calls the own one.
     """
-    hidden, bound, known, calls = (
-        vars(model).get(name),
-        getattr(model, name),
-        weakref.ref(model),
-        [ours],
-    )
+    hidden = vars(model).get(name)
+    bound = getattr(model, name)
+    known = weakref.ref(model)
+    calls = [ours]
     # accelerate's is bound inside.
     own = getattr(bound, "__func__", lambda _, *arguments, **named: bound(*arguments, **named))
 
@@ -82,11 +80,9 @@ def replaced_method(model: Any, name: str, ours: Callable[..., Any]) -> Iterator
     @functools.wraps(getattr(type(model), name))
     def method(this: Any, *arguments: Any, **named: Any) -> Any:
         if this is known():
-            return (
-                calls[0](own, this, *arguments, **named)
-                if calls
-                else own(this, *arguments, **named)
-            )
+            if calls:
+                return calls[0](own, this, *arguments, **named)
+            return own(this, *arguments, **named)
         # TRL's function, without its head, calls the model that the head was added to.
         copied = own if named.get("fused_lm_head") else getattr(type(this), name)
         return copied(this, *arguments, **named)
@@ -105,14 +101,12 @@ def replaced_method(model: Any, name: str, ours: Callable[..., Any]) -> Iterator
 def attention_of(model: Any) -> dict[str, str]:
     """Returns the names of the attention of a model and of its parts, as transformers sets them: a
     tower has its own."""
-    parts = {
-        name: part
-        for name in model.config.sub_configs
-        if (part := getattr(model.config, name, None)) is not None
-    }
-    return {"": model.config._attn_implementation} | {
-        name: part._attn_implementation for name, part in parts.items()
-    }
+    names = {"": model.config._attn_implementation}
+    for name in model.config.sub_configs:
+        part = getattr(model.config, name, None)
+        if part is not None:
+            names[name] = part._attn_implementation
+    return names
 
 
 class _Before(NamedTuple):

@@ -1,7 +1,7 @@
 """What a trainer must not ask for if its documents are split over ranks, checked before the first
 step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from longctx.arguments import Rule, flag, or_none
 from longctx.errors import UserError
 from longctx.hf.attention import configs_of_parts
 from longctx.hf.exactness import evaluating
-from longctx.hf.vision import weights_of_images
 from longctx.parallel.environment import Launch, other_tasks
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, inner_model, is_own, tuner_of
@@ -38,6 +37,13 @@ UNEVEN = (
 )
 
 
+NO_ROUTER_LOSS = (
+    "the auxiliary loss of routers is not computed beside images or losses of whole rows: set "
+    "router_aux_loss_coef=0.0 in {}, or output_router_logits=False in the model's config"
+)
+UNSUPPORTED = "{} is {}, which is not supported: omit it"
+
+
 class TrainerError(UserError):
     """A trainer, model or batch that cannot be trained exactly on split documents."""
 
@@ -58,7 +64,8 @@ def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
             "model and its arguments. A "
             "loop of your own calls prepare(model) and ring_attention instead (docs/own-trainer.md)"
         )
-    if missing := [name for name in ("args", "accelerator", "model") if name not in vars(trainer)]:
+    missing = [name for name in ("args", "accelerator", "model") if name not in vars(trainer)]
+    if missing:
         raise TrainerError(
             f"trainer is {given} without {missing[0]}: its __init__ must call that of Trainer first"
         )
@@ -67,7 +74,8 @@ def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
             "this trainer already has dynamic context parallelism: call it once, or "
             "restore(trainer) first"
         )
-    if missing := [name for name in needed if not hasattr(trainer, name)]:
+    missing = [name for name in needed if not hasattr(trainer, name)]
+    if missing:
         raise TrainerError(
             f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx "
             "replaces: install 5.20 to 5.24"
@@ -96,20 +104,25 @@ RULES: dict[str, Rule] = {
 """Rules of the arguments of `dynamic_context_parallel` that `check_settings` does not check."""
 
 
-def refuse(traits: Traits, replaced: Sequence[str]) -> None:
+def refuse(traits: Traits, replaced: Sequence[str], family_problems: Iterable[str]) -> None:
     """Raises TrainerError with everything that would make the result depend on how documents are
     split.
 
-    `replaced` are the names in a trainer of whole steps that are replaced, or of no use.
+    Args:
+        traits: the trainer and its model.
+        replaced: names in a trainer of whole steps that are replaced, or of no use.
+        family_problems: what is wrong with the family of its model.
     """
     set_on_it = [name for name in WRAPPED if name in vars(traits.trainer)]
-    names = {"sequences": LOSS[:1], "rows": set_on_it, "steps": replaced}[traits.kind]
+    names_by_kind = {"token_values": LOSS[:1], "hidden_states": set_on_it, "step": replaced}
+    names = names_by_kind[traits.kind]
     problems = [
         *_trainer_problems(traits),
         *_uneven_problems(traits),
         *_method_problems(traits, names),
         *_argument_problems(traits),
         *_model_problems(traits),
+        *family_problems,
         *_adapter_problems(traits),
         *_ddp_problems(traits),
     ]
@@ -119,46 +132,38 @@ def refuse(traits: Traits, replaced: Sequence[str]) -> None:
 
 def _trainer_problems(traits: Traits) -> Iterator[str]:
     trainer = traits.trainer
-    if traits.of_trl not in (None, *KINDS):
+    if traits.trl_class not in (None, *KINDS):
         yield (
-            f"{traits.of_trl} is not supported: use transformers.Trainer, {', '.join(KINDS)} or "
+            f"{traits.trl_class} is not supported: use transformers.Trainer, {', '.join(KINDS)} or "
             "your own subclass of those"
         )
     if trainer.model_init is not None:
         yield (
             "model_init builds another model when training begins: pass model=model_init() instead"
         )
-    if trainer.compute_loss_func is not None and traits.kind != "rows":
+    if trainer.compute_loss_func is not None and traits.kind != "hidden_states":
         yield (
             "compute_loss_func sees only this rank's tokens: omit it, or use "
             "transformers.Trainer with a model of text alone"
         )
-    sums = trainer.model_accepts_loss_kwargs or traits.kind != "steps"
-    if not sums and not traits.means_of_batches and not traits.masked:
-        yield (
-            f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a "
-            "causal model of transformers"
-        )
-    if traits.balances and (traits.kind == "rows" or traits.images):
-        yield (
-            "the auxiliary loss of routers is not computed beside images or losses of whole rows: "
-            "set router_aux_loss_coef=0.0 "
-            f"in {type(trainer.args).__name__}, or output_router_logits=False in the model's config"
-        )
+    if traits.balances and traits.kind == "hidden_states":
+        yield NO_ROUTER_LOSS.format(type(trainer.args).__name__)
 
 
 def _uneven_problems(traits: Traits) -> Iterator[str]:
     """Yields what is wrong with the end of an epoch for a loss that may or may not be a mean over
     rows."""
-    trainer, args = traits.trainer, traits.args
+    trainer = traits.trainer
+    args = traits.args
     if (
-        traits.kind != "rows"
+        traits.kind != "hidden_states"
         or not traits.has_unknown_loss
         or args.dataloader_drop_last
         or args.world_size == 1
     ):
         return
-    data, batch = trainer.train_dataset, args.per_device_train_batch_size * args.world_size
+    data = trainer.train_dataset
+    batch = args.per_device_train_batch_size * args.world_size
     if data is None or not hasattr(data, "__len__") or len(data) % batch == 0:
         return
     full_steps = len(data) // (batch * args.gradient_accumulation_steps)
@@ -167,7 +172,7 @@ def _uneven_problems(traits: Traits) -> Iterator[str]:
 
 
 def _method_problems(traits: Traits, names: Sequence[str]) -> Iterator[str]:
-    """Yields what is wrong with methods that are not those of transformers or TRL."""
+    """Yields what is wrong with methods that neither transformers nor TRL define."""
     trainer = traits.trainer
     for name in names:
         if not is_own(trainer, name):
@@ -197,23 +202,29 @@ def _method_problems(traits: Traits, names: Sequence[str]) -> Iterator[str]:
 
 
 def _argument_problems(traits: Traits) -> Iterator[str]:
-    trainer, args, accelerator = traits.trainer, traits.args, traits.trainer.accelerator
+    trainer = traits.trainer
+    args = traits.args
+    accelerator = trainer.accelerator
     if args.device.type not in ("cpu", "cuda"):
         yield (
             f"the trainer is on {args.device.type}, for which there are no kernels: set "
             "use_cpu=True in its arguments"
         )
-    smoothed = traits.of_trl is None and not traits.pairs
-    for name in ("torch_compile", "use_liger_kernel", *["label_smoothing_factor"] * (not smoothed)):
+    unsupported = ["torch_compile", "use_liger_kernel"]
+    if traits.trl_class is not None:
+        unsupported.append("label_smoothing_factor")
+    for name in unsupported:
         if getattr(args, name, None):
-            yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
-    if (started := Launch.read().world_size) > args.world_size:
+            yield UNSUPPORTED.format(name, getattr(args, name))
+    started = Launch.read().world_size
+    if started > args.world_size:
         yield (
             f"{started} processes were started, but the trainer sees {args.world_size}, so each "
             "would train by itself: set "
             f"use_cpu=True in {type(args).__name__} if there are no GPUs"
         )
-    if args.world_size == 1 and (tasks := other_tasks()):
+    tasks = other_tasks() if args.world_size == 1 else ""
+    if tasks:
         yield tasks
     if args.n_gpu > 1:
         yield (
@@ -249,8 +260,9 @@ def _argument_problems(traits: Traits) -> Iterator[str]:
 
 
 def _model_problems(traits: Traits) -> Iterator[str]:
-    model, head = traits.model, type(traits.model).__name__
-    if head.endswith(OTHER_HEADS) and traits.kind != "rows":
+    model = traits.model
+    head = type(model).__name__
+    if head.endswith(OTHER_HEADS) and traits.kind != "hidden_states":
         yield (
             f"{head} has a head that is not for tokens: use transformers.Trainer, and no "
             "encoder-decoder or reader of images"
@@ -259,22 +271,6 @@ def _model_problems(traits: Traits) -> Iterator[str]:
         yield (
             f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another "
             "family's model"
-        )
-    if model.base_model is model and not traits.has_own_loss and not traits.pairs:
-        yield (
-            f"{head} has no head, and so no loss: use a model with one, such as those for causal "
-            "language models"
-        )
-    if traits.of_trl and traits.pairs:
-        yield (
-            f"{traits.of_trl} makes batches without sources, but the model is an "
-            "encoder-decoder: use Seq2SeqTrainer"
-        )
-    if traits.of_trl and traits.masked:
-        yield (
-            f"{traits.of_trl} trains causal models, but the model is an encoder: use "
-            "transformers.Trainer with a collator that "
-            "masks"
         )
     for config in filter(
         None, (*configs_of_parts(model), getattr(model.config, "vision_config", None))
@@ -285,11 +281,6 @@ def _model_problems(traits: Traits) -> Iterator[str]:
                     f"{name} is {value:g} in the model's config, which no kernel of attention "
                     "has: set it to 0"
                 )
-    if traits.pairs and traits.noisy:
-        yield (
-            "the model is an encoder-decoder, whose dropout and NEFTune would depend on how "
-            "documents are split: omit them"
-        )
 
 
 def _adapter_problems(traits: Traits) -> Iterator[str]:
@@ -358,32 +349,21 @@ def _draws(model: Any) -> bool:
 
 
 def _random_states(device: torch.device) -> list[torch.Tensor]:
-    of_cpu = torch.get_rng_state()
-    return [of_cpu, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [of_cpu]
+    cpu_state = torch.get_rng_state()
+    return [cpu_state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [cpu_state]
 
 
 def _ddp_problems(traits: Traits) -> Iterator[str]:
-    args, handler = traits.args, traits.trainer.accelerator.ddp_handler
-    if args.world_size == 1 or traits.trainer.is_fsdp_enabled:
+    args = traits.args
+    if not traits.uses_ddp:
         return
-    trains_encoder = traits.images and any(
-        weight.requires_grad for weight in weights_of_images(traits.model)
-    )
-    if trains_encoder and not (handler and handler.find_unused_parameters):
-        yield (
-            "ddp_find_unused_parameters is off, but documents without images give the encoder of "
-            "images no gradient: set it to "
-            "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the "
-            "encoder"
-        )
-    if traits.kind == "steps" and getattr(args, "ddp_static_graph", False):
+    if traits.kind == "step" and getattr(args, "ddp_static_graph", False):
         yield "ddp_static_graph is True, but ranks have other micro-batches in every step: omit it"
-    finds_unused = bool(handler and handler.find_unused_parameters)
-    if traits.reentrant and (traits.kind != "steps" or finds_unused):
+    if traits.reentrant and (traits.kind != "step" or traits.finds_unused):
         calls = "takes one call of the model before backward, but a call is planned as several"
         twice = "sees weights ready twice beside ddp_find_unused_parameters"
         yield (
-            f"use_reentrant is True, with which DDP {twice if traits.kind == 'steps' else calls}: "
+            f"use_reentrant is True, with which DDP {twice if traits.kind == 'step' else calls}: "
             "set "
             f"gradient_checkpointing_kwargs={{'use_reentrant': False}} in {type(args).__name__}, "
             "or where the model is told to "
@@ -391,24 +371,28 @@ def _ddp_problems(traits: Traits) -> Iterator[str]:
         )
 
 
-def notes_on_data(traits: Traits, most: int) -> Iterator[str]:
+def notes_on_data(
+    traits: Traits, limit: int, length_fields: Sequence[str] = ("input_ids",)
+) -> Iterator[str]:
     """Yields a note for each data set with documents that TRL may have cut, and for an argument
     that changes nothing.
 
-    Raises TrainerError for a data set with `input_ids` of which a document is longer than the
-    `most` tokens that all ranks hold.
+    `limit` is the number of tokens that all ranks hold; `length_fields` are the columns of a data
+    set that make up a document. Raises TrainerError for a data set with `input_ids` of which a
+    document is longer.
     """
-    trainer, args = traits.trainer, traits.args
+    trainer = traits.trainer
+    args = traits.args
     if (
         args.world_size > 1
         and not args.average_tokens_across_devices
-        and traits.kind != "sequences"
+        and traits.kind != "token_values"
     ):
         yield (
             "note: average_tokens_across_devices=False changes nothing: the loss is the mean "
             "over the tokens of all ranks"
         )
-    if traits.kind == "steps" and traits.means_of_batches:
+    if traits.kind == "step" and traits.means_of_batches:
         asking = (
             traits.model
             if getattr(traits.model, "accepts_loss_kwargs", None) is False
@@ -419,43 +403,38 @@ def notes_on_data(traits: Traits, most: int) -> Iterator[str]:
             f"note: the loss is the mean over the tokens of a step; that of {name} would be a "
             "mean of means of batches"
         )
-    limit = getattr(args, "max_length", None)
+    max_length = getattr(args, "max_length", None)
     for name in ("train_dataset", "eval_dataset"):
         data: Any = getattr(trainer, name, None)
-        for each in data.values() if isinstance(data, dict) else [data]:
-            if "input_ids" not in (getattr(each, "column_names", None) or ()) or not hasattr(
-                each, "data"
-            ):
+        for part in data.values() if isinstance(data, dict) else [data]:
+            column_names = getattr(part, "column_names", None) or ()
+            if "input_ids" not in column_names or not hasattr(part, "data"):
                 continue
-            lengths = _document_lengths(each, traits.pairs)
-            if (longest := lengths.max(initial=0)) > most:
+            lengths = _document_lengths(part, length_fields)
+            longest = lengths.max(initial=0)
+            if longest > limit:
                 raise TrainerError(
                     f"{name} has a document of {longest:,} tokens, but {args.world_size} ranks "
-                    f"hold {most:,}: give more "
+                    f"hold {limit:,}: give more "
                     "tokens_per_rank, use more ranks, or shorten the documents"
                 )
-            if cut := int((lengths == limit).sum()):
+            cut = int((lengths == max_length).sum())
+            if cut:
                 yield (
                     f"note: {cut:,} of {len(lengths):,} documents of {name} have exactly "
-                    f"max_length={limit:,} tokens: TRL cuts "
+                    f"max_length={max_length:,} tokens: TRL cuts "
                     "longer ones. max_length=None in its config keeps them whole"
                 )
 
 
-def _document_lengths(data: Any, pairs: bool) -> npt.NDArray[np.int64]:
-    """Returns the tokens of every document of a data set, from offsets alone, also of rows that TRL
-    has packed.
-
-    Of records of an encoder-decoder (`pairs`) these are the tokens of sources and of labels
-    together.
-    """
-    packed, lengths = "seq_lengths" in data.column_names, [np.zeros(0, np.int64)]
-    counted = ["seq_lengths"] if packed else ["input_ids", "labels"] if pairs else ["input_ids"]
+def _document_lengths(data: Any, length_fields: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Returns the tokens of every document of a data set, in all its `length_fields`, from offsets
+    alone; also of rows that TRL has packed."""
+    packed = "seq_lengths" in data.column_names
+    counted = ["seq_lengths"] if packed else length_fields
     names = [name for name in counted if name in data.column_names]
+    count = compute.list_flatten if packed else compute.list_value_length
+    lengths = [np.zeros(0, np.int64)]
     for table in data.select_columns(names).with_format("arrow").iter(10_000):
-        parts = [
-            compute.list_flatten(column) if packed else compute.list_value_length(column)
-            for column in table.columns
-        ]
-        lengths.append(sum(part.to_numpy() for part in parts))
+        lengths.append(sum(count(column).to_numpy() for column in table.columns))
     return np.concatenate(lengths)

@@ -16,21 +16,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import OF_ALL_RANKS, replaced
 from longctx.trainers.kinds import Traits
+from longctx.trainers.prepared import replaced_method
 from longctx.trainers.refusals import TrainerError
+from longctx.trainers.riders import Rider
 
 NAME = "load_balancing_loss_func"
+TRIED = 5
+"""Tokens that the loss of a model is tried on."""
 
 
-class RouterLoss:
+class RouterLoss(Rider):
     """Replaces transformers' function in the forward of a model; for `replaced_method`.
 
-    `rows` are the tokens of the micro-batch on this rank, `step_tokens` those of the step on all
-    ranks. `counts` are tokens of each expert, and of all, in the step; None: in the micro-batch,
-    which is the step. `found` are those of micro-batches while they are counted.
+    Attributes:
+        rows: tokens of the micro-batch on this rank.
+        step_tokens: tokens of the step on all ranks.
+        counts: tokens of each expert, and of all, in the step [experts + 1]; None: in the
+            micro-batch, which is the step.
+        found: counts of micro-batches while they are counted.
     """
 
+    needs_every_document = True
+    rows: int
     counts: torch.Tensor | None = None
     found: list[torch.Tensor] | None = None
 
@@ -38,14 +48,13 @@ class RouterLoss:
         """Raises TrainerError for models with another loss."""
         from transformers.models.mixtral import modeling_mixtral
 
-        self.traits, self.rows, self.step_tokens = traits, 5, 5
-        # TRL's head takes that of the second one.
-        self.modules = sys.modules[type(traits.model).__module__], modeling_mixtral
-        self.group: dist.ProcessGroup | None = None
-        own, gates = (
-            getattr(self.modules[0], NAME, None),
-            torch.linspace(-9, 9, 40).sin().view(2, 5, 4).unbind(),
-        )
+        self.traits = traits
+        # TRL's head takes the function of the second one.
+        self.modules = (sys.modules[type(traits.model).__module__], modeling_mixtral)
+        self.rows = self.step_tokens = TRIED
+        self.group: dist.ProcessGroup | None = None  # this rank alone tries
+        own = getattr(self.modules[0], NAME, None)
+        gates = torch.linspace(-9, 9, 2 * TRIED * 4).sin().view(2, TRIED, 4).unbind()
         if own is None or not torch.allclose(
             own(gates, 4, 2) * self._divisor, self._loss(gates, 4, 2)
         ):
@@ -56,26 +65,36 @@ class RouterLoss:
             )
         self.group = group
 
+    def used_by(self, model: Any) -> AbstractContextManager[None]:
+        return replaced_method(model, "forward", self)
+
+    def begin(self, batch: MicroBatch, call: int) -> None:
+        self.rows = batch.layout.tokens
+
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if named.get("ring_attention") is None:
             return own(model, *arguments, **named)
+        named["output_router_logits"] = OF_ALL_RANKS
         with (
             replaced(self.modules[0], NAME, self._loss),
             replaced(self.modules[1], NAME, self._loss),
         ):
-            return own(model, *arguments, **named | {"output_router_logits": OF_ALL_RANKS})
+            return own(model, *arguments, **named)
 
     @contextmanager
-    def counted(self, runs: Sequence[Callable[[], Any]]) -> Iterator[None]:
-        """Counts the tokens of experts in a step before its losses are computed: `runs` run its
-        micro-batches, without gradients. Collective."""
-        if len(runs) < 2:
+    def during_step(
+        self, batches: Sequence[MicroBatch], tokens: int, run: Callable[[MicroBatch], None]
+    ) -> Iterator[None]:
+        """Counts the tokens of experts in a step of several micro-batches before its losses are
+        computed, by a forward pass of them all, without gradients. Collective."""
+        self.step_tokens = tokens
+        if len(batches) < 2:
             yield
             return
-        found = list[torch.Tensor]()
+        found: list[torch.Tensor] = []
         with torch.no_grad(), replaced(self, "found", found):
-            for run in runs:
-                run()
+            for batch in batches:
+                run(batch)
         counts = torch.stack(found).sum(0)
         if self.group is not None:
             dist.all_reduce(counts, group=self.group)
@@ -85,8 +104,7 @@ class RouterLoss:
     def _loss(
         self, gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None
     ) -> Any:
-        """Returns this rank's part of the loss of a step, times what the trainer divides the sum
-        over ranks by."""
+        """Returns this rank's share of the step loss × the trainer's divisor."""
         # A rank without tokens has a row of padding.
         rows = statistics(gates, experts, top_k)[: self.rows]
         probabilities, chosen = rows.sum(0).chunk(2)
@@ -98,20 +116,19 @@ class RouterLoss:
             counts = self.counts
         elif self.group is not None:
             dist.all_reduce(counts, group=self.group)
-        return (
-            (counts[:-1] / counts[-1] * probabilities).sum()
-            * experts
-            * self._divisor
-            / self.step_tokens
-        )
+        shares = counts[:-1] / counts[-1]
+        loss = (shares * probabilities).sum() * experts
+        return loss * self._divisor / self.step_tokens
 
     @property
     def _divisor(self) -> int:
-        args, of_trl = self.traits.args, self.traits.of_trl
-        ranks = 1 if args.average_tokens_across_devices and not of_trl else args.world_size
-        return int(
-            ranks * (self.traits.trainer.current_gradient_accumulation_steps if of_trl else 1)
-        )
+        """What the trainer divides the sum over ranks by."""
+        args = self.traits.args
+        if self.traits.trl_class:
+            # Set when training begins.
+            steps = getattr(self.traits.trainer, "current_gradient_accumulation_steps", 1)
+            return int(args.world_size * steps)
+        return 1 if args.average_tokens_across_devices else int(args.world_size)
 
 
 def statistics(

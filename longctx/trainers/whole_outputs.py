@@ -20,7 +20,7 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import HARMLESS, evaluating, replaced
 from longctx.trainers.agreement import attempted, mean_over_ranks
-from longctx.trainers.documents import Document, rows_of
+from longctx.trainers.documents import SEGMENTS, Document, cut_rows, refuse_segments
 from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.prepared import replaced_method
 from longctx.trainers.refusals import UNEVEN, TrainerError
@@ -28,10 +28,10 @@ from longctx.trainers.whole_steps import own_rows_of_last_batch
 
 PROBED = 8
 """Tokens that a head is tried on."""
-OF_CHOICES = "ForMultipleChoice"
+MULTIPLE_CHOICE = "ForMultipleChoice"
 """End of the names of models that take [rows, choices, tokens], of which they give their base model
 every choice as a row."""
-FIELDS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+FIELDS = ("input_ids", "attention_mask", "position_ids", SEGMENTS)
 UNUSED = {*HARMLESS, "margin"} - {"output_hidden_states"}
 """Arguments that change no hidden state; `margin` is that of TRL's reward models."""
 
@@ -48,24 +48,18 @@ class WholeOutputs:
         no others keeps one, which counts nothing, as the model runs on all ranks. Collective."""
         own: Any = super()
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        last, loader = (
-            self.accelerator.gradient_state.end_of_dataloader,
-            self.accelerator.gradient_state.active_dataloader,
-        )
+        state = self.accelerator.gradient_state
         self.outputs.weights = {}
         counts = [_count_rows(batch) for batch in batches]
-        if not last or loader is None or not batches:
+        if not state.end_of_dataloader or state.active_dataloader is None or not batches:
             drawn, items = own.get_batch_samples(iter(batches), num_batches, device)
             return drawn, items
         kept = self._own_rows(counts[-1])
         if kept < counts[-1]:
             batches[-1] = _first_rows(batches[-1], counts[-1], max(kept, 1))
             counts[-1] = kept
-        ranks, rows = self.dynamic.ranks, sum(counts)
-        if ranks > 1:
-            everyone = torch.tensor(rows)
-            dist.all_reduce(everyone, group=self.dynamic.ids_group)
-            rows = int(everyone)
+        ranks = self.dynamic.ranks
+        rows = self._sum_over_ranks(sum(counts))
         weights = [count * ranks * len(batches) / rows for count in counts]
         self.outputs.weights = _by_id(batches, weights)
         drawn, items = own.get_batch_samples(iter(batches), num_batches, device)
@@ -84,10 +78,10 @@ class WholeOutputs:
     def _track_num_input_tokens(self: Any, inputs: Any) -> None:
         """Counts no tokens of rows that repeat others."""
         own: Any = super()
-        again = self.outputs.weights.get(id(inputs)) == 0
-        own._track_num_input_tokens(
-            _first_rows(inputs, _count_rows(inputs), 0) if again else inputs
-        )
+        counted = inputs
+        if self.outputs.weights.get(id(inputs)) == 0:
+            counted = _first_rows(inputs, _count_rows(inputs), 0)
+        own._track_num_input_tokens(counted)
 
     def compute_loss(
         self: Any,
@@ -103,22 +97,22 @@ class WholeOutputs:
         `num_items_in_batch`. Without labels, as for answers, it is weighed by rows.
         """
         own: Any = super()
-        labels, weight = inputs.get("labels"), self.outputs.weight
-        arguments = model, inputs, return_outputs, num_items_in_batch
-        if not self.outputs.means or num_items_in_batch is None or labels is None:
-            found = own.compute_loss(*arguments)
+        labels = inputs.get("labels")
+        weight = self.outputs.weight
+        by_labels = self.outputs.means and num_items_in_batch is not None and labels is not None
+        if by_labels:
+            with replaced(self, "model_accepts_loss_kwargs", False):
+                found = own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            factor = 0.0
+            if weight:
+                targets = (labels != IGNORED_LABEL).sum()
+                factor = targets * self.args.world_size / num_items_in_batch
+        else:
+            found = own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
             by_rows = self.outputs.means and num_items_in_batch is None
             factor = weight if by_rows or weight == 0 else 1.0
             if factor == 1.0:
                 return found
-        else:
-            with replaced(self, "model_accepts_loss_kwargs", False):
-                found = own.compute_loss(*arguments)
-            factor = (
-                (labels != IGNORED_LABEL).sum() * self.args.world_size / num_items_in_batch
-                if weight
-                else 0.0
-            )
         mean = found[0] if return_outputs else found
         # The mean of no labels is NaN.
         counts_nothing = torch.as_tensor(factor == 0, device=mean.device)
@@ -126,6 +120,7 @@ class WholeOutputs:
         return (loss, found[1]) if return_outputs else loss
 
     def training_step(self: Any, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        """Runs forward and backward of a batch, whose calls of the base model are planned."""
         own: Any = super()
         weight = self.outputs.weights.get(id(inputs), 1.0)
         with self.outputs.used(), replaced(self.outputs, "weight", weight):
@@ -143,17 +138,15 @@ class WholeOutputs:
         not repeat others."""
         own: Any = super()
         with self.outputs.used():
-            if not self.outputs.of_head or self.dynamic.group is None:
+            if not self.outputs.leaves_rows_out or self.dynamic.group is None:
                 return own.prediction_step(model, inputs, prediction_loss_only, *arguments, **named)
-            state, rows = self.accelerator.gradient_state, _count_rows(inputs)
-            kept = (
-                self._own_rows(rows)
-                if state.end_of_dataloader and state.active_dataloader is not None
-                else rows
-            )
-            every = torch.tensor(kept)
-            dist.all_reduce(every, group=self.dynamic.ids_group)
-            weight = kept * self.dynamic.ranks / max(1, int(every))
+            state = self.accelerator.gradient_state
+            rows = _count_rows(inputs)
+            kept = rows
+            if state.end_of_dataloader and state.active_dataloader is not None:
+                kept = self._own_rows(rows)
+            every = self._sum_over_ranks(kept)
+            weight = kept * self.dynamic.ranks / max(1, every)
             fewer = _first_rows(inputs, rows, max(kept, 1))
             with replaced(self.outputs, "weight", weight):
                 loss, logits, labels = own.prediction_step(
@@ -164,7 +157,16 @@ class WholeOutputs:
                 _, logits, labels = own.prediction_step(
                     model, inputs, prediction_loss_only, *arguments, **named
                 )
-            return None if loss is None else mean_over_ranks(loss, self.dynamic), logits, labels
+            mean = None if loss is None else mean_over_ranks(loss, self.dynamic.group)
+            return mean, logits, labels
+
+    def _sum_over_ranks(self: Any, count: int) -> int:
+        """Returns the sum of a number over all ranks. Collective."""
+        if self.dynamic.group is None:
+            return count
+        total = torch.tensor(count)
+        dist.all_reduce(total, group=self.dynamic.ids_group)
+        return int(total)
 
     def _own_rows(self: Any, rows: int) -> int:
         """Returns how many rows of the last batch do not repeat others. Raises TrainerError on all
@@ -174,7 +176,7 @@ class WholeOutputs:
             kept = _own_rows(
                 self.accelerator.gradient_state.active_dataloader, self.dynamic.rank, rows
             )
-            if kept < rows and not self.outputs.of_head:
+            if kept < rows and not self.outputs.leaves_rows_out:
                 raise TrainerError(UNEVEN.format("an epoch", type(self.args).__name__))
             return kept
 
@@ -230,78 +232,70 @@ def _first_rows(batch: Any, rows: int, count: int) -> dict[str, Any]:
 class PlannedBase(PlannedCall):
     """Plans the calls of a base model while it is `used`; for `replaced_method`.
 
-    `means`: the loss is that of a head, a mean over the labels of a batch. `of_head`: it is that,
-    or one by `compute_loss_func`, so that rows can be left out. `weights`: of batches, by `id`, in
-    a step whose rows are not even; `weight`: that of the batch that runs. `padding`: the token that
-    a head of a causal model looks for, to find the last token of a row. `mask`: that of the last
-    call.
+    Attributes:
+        means: the loss is that of a head, a mean over the labels of a batch.
+        leaves_rows_out: the loss is that of a head, or by `compute_loss_func`, so that rows that
+            repeat others can be left out.
+        padding: the token that a head of a causal model looks for, to find the last token of a row.
+        weights: of batches, by `id`, in a step whose rows are not even.
+        weight: that of the batch that runs.
+        active: whether calls are planned now.
+        mask: that of the last call, 1 for tokens [rows, tokens].
     """
 
     means: bool = False
-    of_head: bool = False
-    weights: dict[int, float] = field(default_factory=dict)
-    weight: float = 1.0
+    leaves_rows_out: bool = False
     padding: int | None = None
-    active: bool = False
-    mask: torch.Tensor | None = None
+    weights: dict[int, float] = field(default_factory=dict, init=False)
+    weight: float = field(default=1.0, init=False)
+    active: bool = field(default=False, init=False)
+    mask: torch.Tensor | None = field(default=None, init=False)
 
     def used(self) -> AbstractContextManager[None]:
+        """Plans calls meanwhile."""
         return replaced(self, "active", True)
 
     def __call__(self, own: Callable[..., Any], base: Any, *arguments: Any, **named: Any) -> Any:
         if not self.active or named.get("ring_attention") is not None:
             return own(base, *arguments, **named)
         given = _by_name(own, base, arguments, named)
-        ids = given.get("input_ids")
-        set_ones = {
-            name for name, value in given.items() if value is not None and value is not False
-        }
-        if ids is None or (lost := sorted(set_ones - {*FIELDS, *UNUSED})):
-            what = "no input_ids" if ids is None else ", ".join(lost)
-            raise TrainerError(
-                f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only "
-                f"{', '.join(FIELDS)}"
-            )
-        if not isinstance(ids, torch.Tensor):
-            raise TrainerError(
-                f"input_ids is a {type(ids).__name__}: return a tensor of [rows, tokens]"
-            )
-        self.mask = mask = (
-            torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
-        )
-
-        def read() -> list[Document]:
-            fields = {name: given.get(name) for name in FIELDS} | {
-                "labels": torch.full_like(ids, IGNORED_LABEL)
-            }
-            rows = rows_of(
-                fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None
-            )
-            if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
-                raise TrainerError(
-                    "rows are padded with other tokens than the config's pad_token_id "
-                    f"{self.padding}, by which the head finds "
-                    "the last token of a row: set pad_token_id to what the collator pads with"
-                )
-            return [document for row in rows for document in row]
-
+        _check_arguments(base, given)
+        ids = given["input_ids"]
+        mask = given.get("attention_mask")
+        if mask is None:
+            mask = torch.ones_like(ids)
+        self.mask = mask
+        fields = {name: given.get(name) for name in FIELDS}
+        fields["attention_mask"] = mask
         kinds: list[Any] = []
 
         def run(batch: MicroBatch, call: int) -> torch.Tensor:
-            inputs = self.sharing.inputs(base, batch, call)
+            inputs = self.exchange.inputs(base, batch, call)
+            for name in ("labels", "shift_labels"):
+                inputs.pop(name, None)
             with without_pooler(base):
-                output = own(
-                    base,
-                    **{
-                        name: value for name, value in inputs.items() if not name.endswith("labels")
-                    },
-                )
+                output = own(base, **inputs)
             kinds.append(type(output))
             hidden: torch.Tensor = output.last_hidden_state[0]
             return hidden
 
-        hidden = self.values_of(read, mask, run)
+        hidden = self.values_of(lambda: self._documents(fields), mask, run)
         return output_of(base, kinds[0], hidden)
+
+    def _documents(self, fields: dict[str, Any]) -> list[Document]:
+        """Returns the documents of a call, which has no labels, as rows of a batch."""
+        ids = fields["input_ids"]
+        refuse_segments(fields)
+        batch = {**fields, "labels": torch.full_like(ids, IGNORED_LABEL)}
+        rows = cut_rows(batch, more_fields=(SEGMENTS,))
+        in_padding = fields["attention_mask"] == 0
+        if self.padding is not None and bool(((ids != self.padding) & in_padding).any()):
+            raise TrainerError(
+                "rows are padded with other tokens than the config's pad_token_id "
+                f"{self.padding}, by which the head finds "
+                "the last token of a row: set pad_token_id to what the collator pads with"
+            )
+        return list(itertools.chain.from_iterable(rows))
 
     def without_padding(self, own: Callable[..., Any], head: Any, hidden: torch.Tensor) -> Any:
         """Returns scores of answers as of rows one by one: the lowest on padding; for
@@ -310,6 +304,23 @@ class PlannedBase(PlannedCall):
         if not self.active or self.mask is None:
             return scores
         return scores.masked_fill(self.mask[..., None] == 0, torch.finfo(scores.dtype).min)
+
+
+def _check_arguments(base: Any, given: dict[str, Any]) -> None:
+    """Raises TrainerError for arguments of a call that would be lost."""
+    ids = given.get("input_ids")
+    are_set = [name for name, value in given.items() if value is not None and value is not False]
+    lost = sorted({*are_set} - {*FIELDS, *UNUSED})
+    if ids is None or lost:
+        what = "no input_ids" if ids is None else ", ".join(lost)
+        raise TrainerError(
+            f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only "
+            f"{', '.join(FIELDS)}"
+        )
+    if not isinstance(ids, torch.Tensor):
+        raise TrainerError(
+            f"input_ids is a {type(ids).__name__}: return a tensor of [rows, tokens]"
+        )
 
 
 def _by_name(own: Any, base: Any, arguments: Any, named: Any) -> dict[str, Any]:
@@ -322,9 +333,9 @@ def output_of(base: Any, kind: Any, hidden: torch.Tensor) -> Any:
     """Returns the output of a base model with these hidden states, pooled by its own pooler if it
     has one."""
     pooler = getattr(base, "pooler", None)
-    return kind(
-        last_hidden_state=hidden, **({} if pooler is None else {"pooler_output": pooler(hidden)})
-    )
+    if pooler is None:
+        return kind(last_hidden_state=hidden)
+    return kind(last_hidden_state=hidden, pooler_output=pooler(hidden))
 
 
 def without_pooler(base: Any) -> AbstractContextManager[None]:
@@ -335,9 +346,10 @@ def without_pooler(base: Any) -> AbstractContextManager[None]:
 def check_head(model: Any) -> None:
     """Raises TrainerError unless a model's outputs depend on nothing but the last hidden states of
     its base model."""
-    base, name = model.base_model, type(model).__name__
+    base = model.base_model
+    name = type(model).__name__
     ids = torch.arange(PROBED, device=next(model.parameters()).device)[None]
-    if name.endswith(OF_CHOICES):
+    if name.endswith(MULTIPLE_CHOICE):
         ids = torch.stack([ids, ids.flip(1)], 1)
 
     def reduced(own: Any, this: Any, *arguments: Any, **named: Any) -> Any:
@@ -349,17 +361,12 @@ def check_head(model: Any) -> None:
             plain = model(input_ids=ids, attention_mask=torch.ones_like(ids))
             with replaced_method(base, "forward", reduced):
                 ours = model(input_ids=ids, attention_mask=torch.ones_like(ids))
-        pairs = [
-            (ours.get(key), value)
-            for key, value in plain.items()
-            if isinstance(value, torch.Tensor)
-        ]
         same = all(
-            one is not None and torch.allclose(one, other, equal_nan=True) for one, other in pairs
+            _are_close(ours.get(name), value)
+            for name, value in plain.items()
+            if isinstance(value, torch.Tensor)
         )
-    except (
-        Exception
-    ) as error:  # models may raise anything for outputs that they were not written for
+    except Exception as error:  # models may raise anything for outputs that they do not expect
         what = f"{type(error).__name__}: {str(error)[:120]}"
         raise TrainerError(
             f"the head of {name} does not run on hidden states alone ({what}): it is not supported"
@@ -369,3 +376,7 @@ def check_head(model: Any) -> None:
             f"the head of {name} needs more than the last hidden states of its base model: it is "
             "not supported"
         )
+
+
+def _are_close(ours: torch.Tensor | None, plain: torch.Tensor) -> bool:
+    return ours is not None and torch.allclose(ours, plain, equal_nan=True)

@@ -1,19 +1,18 @@
 """The trainers of which whole steps are planned: `transformers.Trainer`, TRL's `SFTTrainer`, and
 their subclasses.
 
-`get_batch_samples` takes the batches that the trainer's own loader yields and shares the documents
-of all ranks, one step ahead. `training_step` and `prediction_step` run this rank's micro-batches.
-The trainer divides the loss by the targets of the step and multiplies it by the number of ranks,
-which DDP and FSDP undo. Losses of encoders, smoothed ones, and those of evaluations are scaled
-here.
+`get_batch_samples` takes the batches that the trainer's own loader yields and exchanges the
+documents of all ranks, one step ahead. `training_step` and `prediction_step` run this rank's
+micro-batches. The trainer divides the loss by the targets of the step and multiplies it by the
+number of ranks, which DDP and FSDP undo. Losses of encoders, smoothed ones, and those of
+evaluations are scaled here.
 """
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -21,79 +20,89 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from longctx.attention.host_to_device import copy_to
 from longctx.data import IGNORED_LABEL
+from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import replaced
 from longctx.trainers.agreement import attempted, mean_over_ranks
-from longctx.trainers.documents import Document, labels_beside_padding, rows_of
-from longctx.trainers.pairs import OF_TARGETS, TARGETS, columns_of, rows_of_pairs
+from longctx.trainers.documents import Document, labels_beside_padding
+from longctx.trainers.pairs import TARGET_FIELDS, TARGETS
 from longctx.trainers.refusals import TrainerError
-from longctx.trainers.router_loss import RouterLoss
-from longctx.trainers.step import Share, Sharing
+from longctx.trainers.riders import all_during_loss, all_during_step
+from longctx.trainers.step import RankStep, StepExchange
+
+
+class NextStep(NamedTuple):
+    """The step that is exchanged while the one before runs, and the batches of the epoch that it
+    is drawn from."""
+
+    batches: Iterator[Any]
+    step: Future[RankStep]
 
 
 class WholeSteps:
-    """Mixin before a trainer's class: steps of the trainer are planned and shared."""
+    """Mixin before a trainer's class: steps of the trainer are planned and exchanged."""
 
     data_collator: Any
-    dynamic: Sharing
-    _next: tuple[Iterator[Any], Future[Share]] | None = None
-    """Batches of an epoch, and the step that is being shared from them while the one before
-    runs."""
-    _share = Share()  # of the last step
-    _told = False  # that labels of padding have no loss
+    dynamic: StepExchange
+    _next: NextStep | None = None
+    _last_step = RankStep()
+    _warned = False  # that labels of padding have no loss
     _gathers_loss = False
     """Whether the loss of a batch is what the trainer gathers next."""
 
     def get_batch_samples(
         self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Returns one item per batch, as the trainer counts them: empty ones, and last the share of
-        the whole step."""
-        if self._next is None or self._next[0] is not epoch_iterator:
+        """Returns one item per batch, as the trainer counts them: empty ones, and last the whole
+        step."""
+        if self._next is None or self._next.batches is not epoch_iterator:
             self._draw(epoch_iterator, num_batches)
-        share: Share = self._next[1].result()
-        if not share.batches:
+        step: RankStep = self._next.step.result()
+        if not step.batches:
             return [], None
         self._draw(epoch_iterator, num_batches)
-        empty = [_Inputs(Share()) for _ in range(share.batches - 1)]
-        return [*empty, _Inputs(share)], self._divisor(share)
+        empty = [_Inputs(RankStep()) for _ in range(step.batches - 1)]
+        return [*empty, _Inputs(step)], self._divisor(step)
 
     def train(self: Any, *arguments: Any, **named: Any) -> Any:
+        """Trains. Waits for the exchange of the step after the last one, too, for which other ranks
+        may wait."""
         own: Any = super()  # the trainer
         self._next = None
         output = own.train(*arguments, **named)
         if self._next is not None:
-            # The step after the last one is shared, too: other ranks may wait for it.
-            self._next[1].exception()
+            self._next.step.exception()
         return output
 
     def training_step(
         self: Any, model: Any, inputs: "_Inputs", num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        share, loss = inputs.share, torch.zeros((), device=self.args.device)
+        """Runs forward and backward of this rank's micro-batches. Returns the loss of the step, the
+        mean over the ranks; 0 for an empty item."""
         own: Any = super()
+        step = inputs.step
+        loss = torch.zeros((), device=self.args.device)
         model.train()  # as the trainer's own step does; metrics are counted by mode
+        if step.plan is not None:
+            self._last_step = step
         # FSDP2 would keep whole gradients until the last micro-batch.
-        always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        self._share = share if share.plan else self._share
-        with self._metrics_of_the_step(share), self._experts_counted(model, share):
-            for index, batch in enumerate(share.micro_batches):
-                last = always or index == len(share.micro_batches) - 1
-                with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                    loss += own.training_step(
-                        model, self.dynamic.inputs(model, batch), num_items_in_batch
-                    )
-        return mean_over_ranks(loss, self.dynamic) if share.plan else loss
+        always_sync = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        last = len(step.micro_batches) - 1
+        with self._metrics_of_the_step(step), self._riders_of_the_step(model, step):
+            for number, batch in enumerate(step.micro_batches):
+                sync = always_sync or number == last
+                with contextlib.nullcontext() if sync else self.accelerator.no_sync(model):
+                    given = self.dynamic.inputs(model, batch)
+                    loss += own.training_step(model, given, num_items_in_batch)
+        return loss if step.plan is None else mean_over_ranks(loss, self.dynamic.group)
 
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Adds to the log of a step how it was split."""
         own: Any = super()
-        if "loss" in logs and (plan := self._share.plan) is not None:
-            split = len(plan.lengths) - plan.degrees.get(1, 0)
-            logs |= {
-                "highest_degree": max(plan.degrees),
-                "split_documents": split,
-                "balance": 1 - plan.idle_share,
-            }
+        plan = self._last_step.plan
+        if "loss" in logs and plan is not None:
+            logs["highest_degree"] = max(plan.degrees)
+            logs["split_documents"] = len(plan.lengths) - plan.degrees.get(1, 0)
+            logs["balance"] = 1 - plan.idle_share
         own.log(logs, *more, **named)
 
     def compute_loss(
@@ -103,29 +112,18 @@ class WholeSteps:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Sums the loss of an encoder, or one with smoothed labels, and divides it as others, which
-        transformers sums itself: encoders take the mean over the masked tokens of a rank."""
+        """Returns the loss of a micro-batch. Sums that of an encoder, or one with smoothed labels,
+        itself, of which transformers would take the mean over the labels of a rank."""
         own: Any = super()
-        smoothing = self.args.label_smoothing_factor
-        if not (self.dynamic.predicts_masked or smoothing) or "ring_attention" not in inputs:
-            chunked = (
-                None
-                if return_outputs or "ring_attention" not in inputs
-                else self.dynamic.chunked_loss
-            )
-            with contextlib.nullcontext() if chunked is None else chunked.used():
-                return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs.pop("labels")[0]  # those of causal models are shifted
-        inputs.pop("shift_labels", None)
-        outputs = model(**inputs)
-        ranks = self.dynamic.ranks if self.args.average_tokens_across_devices else 1
-        logits = outputs["logits"][0, : len(labels)].float()  # none on a rank without tokens
-        loss = (
-            F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
-            * ranks
-            / num_items_in_batch
-        )
-        return (loss, outputs) if return_outputs else loss
+        if "ring_attention" not in inputs:
+            return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.dynamic.family.labels_in_place or self.args.label_smoothing_factor:
+            loss, outputs = self._summed_loss(model, inputs, num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
+        if return_outputs:
+            return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with all_during_loss(self.dynamic.riders):
+            return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prediction_step(
         self: Any,
@@ -135,107 +133,124 @@ class WholeSteps:
         ignore_keys: Any = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Returns the loss over the documents of all ranks, and logits and labels of this rank's
-        rows if they are asked for."""
-        labels, logits = inputs.get("labels"), []
+        rows if they are asked for. Collective."""
+        labels = inputs.get("labels")
         self._gathers_loss = labels is not None or prediction_loss_only
-        # Seq2SeqTrainer.
-        generates = hasattr(self, "_pad_tensors_to_max_len") and self.args.predict_with_generate
-        if generates and not prediction_loss_only:
+        is_seq2seq_trainer = hasattr(self, "_pad_tensors_to_max_len")
+        if not prediction_loss_only and is_seq2seq_trainer and self.args.predict_with_generate:
             loss = None if labels is None else self.prediction_step(model, inputs, True)[0]
-            return loss, *self._generated(model, inputs, ignore_keys)
-        of_pairs = self.dynamic.seq2seq is not None
-        ids: Any = inputs.get("decoder_input_ids" if of_pairs and labels is None else "input_ids")
-        targets: Any = (
-            torch.full_like(ids, IGNORED_LABEL) if labels is None and ids is not None else labels
-        )
-        rows, failed = attempted(
-            lambda: self._rows({**inputs, "labels": targets}, training=False), []
-        )
+            generated, padded_labels = self._generated(model, inputs, ignore_keys)
+            return loss, generated, padded_labels
+        targets = labels
+        if labels is None:
+            targets = _no_labels_like(inputs.get(self.dynamic.family.token_field))
+
+        def read() -> list[list[Document]]:
+            return list(self._rows({**inputs, "labels": targets}, training=False))
+
+        rows, failed = attempted(read, [])
         documents = list(itertools.chain.from_iterable(rows))
-        share = self.dynamic.start(
-            [documents], every=not prediction_loss_only, failed=failed
-        ).result()
-        mask, loss = inputs.get("attention_mask"), torch.zeros((), device=self.args.device)
-        kept = (
-            columns_of(rows, targets)
-            if of_pairs
-            else torch.ones_like(ids)
-            if mask is None
-            else mask
-        ).cpu()
-        counted = self._experts_counted(model, share)
-        with (
-            torch.no_grad(),
-            self.compute_loss_context_manager(),
-            self._metrics_of_the_step(share),
-            counted,
-        ):
-            for batch in share.micro_batches:
-                own, divisor = self.dynamic.inputs(model, batch), self._divisor(share)
-                if prediction_loss_only:
-                    loss += self.compute_loss(model, own, num_items_in_batch=divisor)
-                else:
-                    of_batch, outputs = self.compute_loss(
-                        model, own, return_outputs=True, num_items_in_batch=divisor
-                    )
-                    loss += of_batch
-                    logits.append(outputs["logits"][0].float())
-        loss = mean_over_ranks(loss, self.dynamic)
+        every = not prediction_loss_only
+        step = self.dynamic.start([documents], every=every, failed=failed).result()
         if prediction_loss_only:
+            loss, _ = self._evaluated(model, step, with_logits=False)
             return loss, None, None
-        values = self.dynamic.rows_of_batch(share, logits, kept)
-        return (
-            (None, values, None) if labels is None else (loss, values, copy_to(labels, loss.device))
-        )
+        kept = self.dynamic.family.kept(inputs, rows, targets).cpu()
+        loss, logits = self._evaluated(model, step, with_logits=True)
+        values = self.dynamic.rows_of_batch(step, logits, mask=kept)
+        if labels is None:
+            return None, values, None
+        return loss, values, copy_to(labels, loss.device)
 
     def evaluation_loop(self: Any, *arguments: Any, **named: Any) -> Any:
         """Leaves out rows that repeat others, which have no values here; Seq2SeqTrainer would keep
         them. Losses stay."""
         own: Any = super()
-        every, once = self.gather_function, self.accelerator.gather_for_metrics
+        gather_all = self.gather_function
+        gather_once = self.accelerator.gather_for_metrics
 
         def gathered(values: Any) -> Any:
-            of_loss, self._gathers_loss = self._gathers_loss, False
-            return (every if of_loss else once)(values)
+            is_loss = self._gathers_loss
+            self._gathers_loss = False
+            return gather_all(values) if is_loss else gather_once(values)
 
         with replaced(self, "gather_function", gathered):
             return own.evaluation_loop(*arguments, **named)
 
     def _draw(self: Any, epoch_iterator: Iterator[Any], num_batches: int) -> None:
-        """Takes the batches of the next step, and begins to share their documents."""
-        drawn, failed = attempted(
-            lambda: [*map(self._documents, itertools.islice(epoch_iterator, num_batches))], []
-        )
-        self._next = epoch_iterator, self.dynamic.start(drawn, failed=failed)
+        """Takes the batches of the next step, and begins to exchange their documents."""
+
+        def read() -> list[list[Document]]:
+            batches = itertools.islice(epoch_iterator, num_batches)
+            return [self._documents(batch) for batch in batches]
+
+        documents, failed = attempted(read, [])
+        step = self.dynamic.start(documents, failed=failed)
+        self._next = NextStep(batches=epoch_iterator, step=step)
 
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
         """Returns the documents of the last batch that the loader has yielded. Says once which
         labels they do not have."""
         rows = self._rows(batch)
-        told = (
-            self._told
-            or self.dynamic.seq2seq is not None
-            or self.dynamic.predicts_masked
-            or self.dynamic.rank
-        )
-        if not told and (count := labels_beside_padding(batch)):
-            self._told = True
-            print(
-                f"note: {count:,} labels of a batch are on padding, or follow it: they have no "
-                "loss, but do in plain training"
-            )
+        may_warn = self.dynamic.rank == 0 and self.dynamic.family.drops_padded_labels
+        if may_warn and not self._warned:
+            dropped = labels_beside_padding(batch)
+            self._warned = dropped > 0
+            if dropped:
+                print(
+                    f"note: {dropped:,} labels of a batch are on padding, or follow it: they have "
+                    "no loss, but do in plain training"
+                )
         return list(itertools.chain.from_iterable(rows))
 
     def _rows(self: Any, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
         """Returns the documents of each row."""
-        state, seq2seq = self.accelerator.gradient_state, self.dynamic.seq2seq
-        of_tokens = batch, self.dynamic.vision, self.dynamic.predicts_masked
-        rows = rows_of(*of_tokens) if seq2seq is None else rows_of_pairs(batch, seq2seq, training)
+        rows: list[list[Document]] = self.dynamic.family.rows_of(batch, training)
+        state = self.accelerator.gradient_state
+        if state.active_dataloader is None:
+            return rows
         # Accelerate fills the last batches of an epoch with rows of its first ones.
-        if state.active_dataloader is not None:
-            own = own_rows_of_last_batch(state.active_dataloader, self.dynamic.rank, len(rows))
-            rows = rows[:own] if state.end_of_dataloader else rows
-        return rows
+        own = own_rows_of_last_batch(state.active_dataloader, self.dynamic.rank, len(rows))
+        return rows[:own] if state.end_of_dataloader else rows
+
+    def _evaluated(
+        self: Any, model: Any, step: RankStep, *, with_logits: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns the loss of a step, the mean over the ranks, and logits [tokens, vocabulary] of
+        its micro-batches, if they are asked for, without gradients. Collective."""
+        loss = torch.zeros((), device=self.args.device)
+        logits = []
+        with (
+            torch.no_grad(),
+            self.compute_loss_context_manager(),
+            self._metrics_of_the_step(step),
+            self._riders_of_the_step(model, step),
+        ):
+            for batch in step.micro_batches:
+                given = self.dynamic.inputs(model, batch)
+                divisor = self._divisor(step)
+                if with_logits:
+                    batch_loss, outputs = self.compute_loss(
+                        model, given, return_outputs=True, num_items_in_batch=divisor
+                    )
+                    logits.append(outputs["logits"][0].float())
+                else:
+                    batch_loss = self.compute_loss(model, given, num_items_in_batch=divisor)
+                loss += batch_loss
+        return mean_over_ranks(loss, self.dynamic.group), logits
+
+    def _summed_loss(
+        self: Any, model: Any, inputs: dict[str, Any], num_items_in_batch: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Returns the sum of token losses, divided as others are, and the outputs of the model."""
+        labels = inputs.pop("labels")[0]  # causal models have shifted ones
+        inputs.pop("shift_labels", None)
+        outputs = model(**inputs)
+        logits = outputs["logits"][0, : len(labels)].float()  # none on a rank without tokens
+        smoothing = self.args.label_smoothing_factor
+        total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+        ranks = self.dynamic.ranks if self.args.average_tokens_across_devices else 1
+        return total * ranks / num_items_in_batch, outputs
 
     def _generated(
         self: Any, model: Any, inputs: Mapping[str, Any], ignore_keys: Any
@@ -243,9 +258,11 @@ class WholeSteps:
         """Returns what the model, with its own attention, generates for this rank's rows, and their
         labels, padded as by it."""
         own: Any = super()
-        labels, started = inputs.get("labels"), inputs.get("decoder_input_ids")
-        of_labels = labels is not None and started is not None and started.shape == labels.shape
-        left_out = ("labels", TARGETS, *(OF_TARGETS if of_labels else ()))
+        labels = inputs.get("labels")
+        started = inputs.get("decoder_input_ids")
+        left_out = {"labels", TARGETS}
+        if labels is not None and started is not None and started.shape == labels.shape:
+            left_out |= {*TARGET_FIELDS}  # the decoder's input is made from the labels
         given = {name: value for name, value in inputs.items() if name not in left_out}
         _, generated, _ = own.prediction_step(model, given, False, ignore_keys=ignore_keys)
         if labels is not None:
@@ -255,62 +272,68 @@ class WholeSteps:
             labels = self._pad_tensors_to_max_len(self._prepare_input(labels), size)
         return generated, labels
 
-    def _experts_counted(
-        self: Any, model: Any, share: Share
-    ) -> contextlib.AbstractContextManager[None]:
-        """Counts the tokens of the experts of a mixture in a step of several micro-batches, by a
-        forward pass of them all."""
-        router_loss: RouterLoss | None = self.dynamic.router_loss
-        if router_loss is None:
-            return contextlib.nullcontext()
+    def _divisor(self: Any, step: RankStep) -> torch.Tensor:
+        """Returns what the trainer divides the sum of token losses by. It multiplies by the number
+        of ranks only if it averages tokens across devices."""
+        ranks = 1 if self.args.average_tokens_across_devices else self.dynamic.ranks
+        return torch.full((), max(1, step.targets) / ranks, device=self.args.device)  # no copy
 
-        def run(batch: Any) -> None:
+    def _riders_of_the_step(
+        self: Any, model: Any, step: RankStep
+    ) -> contextlib.AbstractContextManager[None]:
+        """Lets riders go around the micro-batches of a step."""
+
+        def run(batch: MicroBatch) -> None:
             inputs = self.dynamic.inputs(model, batch)
             for name in ("labels", "shift_labels"):
                 inputs.pop(name, None)
             with self.compute_loss_context_manager():
                 model(**inputs, logits_to_keep=1)
 
-        return router_loss.counted([functools.partial(run, batch) for batch in share.micro_batches])
-
-    def _divisor(self: Any, share: Share) -> torch.Tensor:
-        """Returns what the trainer divides the sum of token losses by. It multiplies by the number
-        of ranks only if it averages tokens across devices."""
-        ranks = 1 if self.args.average_tokens_across_devices else self.dynamic.ranks
-        return torch.full((), max(1, share.targets) / ranks, device=self.args.device)  # no copy
+        return all_during_step(self.dynamic.riders, step.micro_batches, tokens=step.tokens, run=run)
 
     @contextlib.contextmanager
-    def _metrics_of_the_step(self: Any, share: Share) -> Iterator[None]:
+    def _metrics_of_the_step(self: Any, step: RankStep) -> Iterator[None]:
         """Makes TRL's metrics those of the whole step.
 
         TRL appends the mean of every micro-batch, counts the padding token of a rank without
         tokens, and leaves out ranks at the end of an epoch.
         """
-        metrics = getattr(self, "_metrics", {}).get("train" if self.model.training else "eval", {})
-        before = {name: len(values) for name, values in metrics.items()}
-        if self.dynamic.router_loss is not None:
-            self.dynamic.router_loss.step_tokens = share.tokens
-        tokens, loader = (
-            getattr(self, "_total_train_tokens", None),
-            self.accelerator.gradient_state.active_dataloader,
-        )
+        mode = "train" if self.model.training else "eval"
+        metrics: dict[str, list[float]] = getattr(self, "_metrics", {}).get(mode, {})
+        counts_before = {name: len(values) for name, values in metrics.items()}
+        tokens_before = getattr(self, "_total_train_tokens", None)
+        loader = self.accelerator.gradient_state.active_dataloader
         with contextlib.nullcontext() if loader is None else replaced(loader, "remainder", 0):
             yield
-        count, total = len(share.micro_batches), sum(share.micro_batch_targets)
+        count = len(step.micro_batches)
         for name, values in metrics.items():
-            if count and total and len(values) == before.get(name, 0) + count:
-                each = zip(share.micro_batch_targets, values[-count:], strict=True)
-                mean = sum(targets * value for targets, value in each) / total
-                # As TRL divides them in the loss.
-                parts = sum(values[-count:]) / self.current_gradient_accumulation_steps
-                values[-count:] = [parts if name == "aux_loss" else mean]
-        if tokens is not None and self.model.training:
-            self._total_train_tokens = tokens + share.tokens
+            if not count or len(values) != counts_before.get(name, 0) + count:
+                continue
+            if not sum(step.micro_batch_targets):
+                continue
+            if name == "aux_loss":  # as TRL divides them in the loss
+                value = sum(values[-count:]) / self.current_gradient_accumulation_steps
+            else:
+                value = _weighted_mean(values[-count:], step.micro_batch_targets)
+            values[-count:] = [value]
+        if tokens_before is not None and self.model.training:
+            self._total_train_tokens = tokens_before + step.tokens
             if count:
                 metrics["num_tokens"] = [self._total_train_tokens]
 
 
-OF_BATCHES = "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch"
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    products = [weight * value for weight, value in zip(weights, values, strict=True)]
+    return sum(products) / sum(weights)
+
+
+def _no_labels_like(ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns labels that count nothing, of the shape of token ids; None without these."""
+    return None if ids is None else torch.full_like(ids, IGNORED_LABEL)
+
+
+BATCH_METHODS = ("_prepare_inputs", "_prepare_input", "_get_num_items_in_batch")
 """Methods that trainers call with batches of the data collator, but never here."""
 NEEDED = (
     "get_batch_samples",
@@ -319,15 +342,14 @@ NEEDED = (
     "prediction_step",
     "evaluation_loop",
     "log",
-    *OF_BATCHES,
+    *BATCH_METHODS,
 )
-"""Methods that transformers' own loops must call: those of versions 5.20 to 5.24."""
-REPLACED = (*(name for name in vars(WholeSteps) if not name.startswith("__")), *OF_BATCHES)
+"""Methods that transformers' own loops must call, as versions 5.20 to 5.24 do."""
+REPLACED = (*(name for name in vars(WholeSteps) if not name.startswith("__")), *BATCH_METHODS)
 
 
 def own_rows_of_last_batch(loader: Any, rank: int, rows: int) -> int:
-    """Returns how many of the last `rows` that a loader has yielded in an epoch do not repeat its
-    first ones.
+    """Counts rows of the last batch of an epoch that accelerate did not add to fill it.
 
     An `IterableDataset` is of unknown length: its last batches keep the rows that accelerate fills
     them with. Raises TrainerError for a sampler of batches, of which another rank may have the
@@ -338,8 +360,9 @@ def own_rows_of_last_batch(loader: Any, rank: int, rows: int) -> int:
     sampler: Any = (
         loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     )
-    processes, filled = 1, False
-    # accelerate's share of a rank, and its batches after those of a resumed run.
+    processes = 1
+    filled = False
+    # accelerate's share of a rank, and what it leaves of an epoch after a resumption.
     while hasattr(sampler, "batch_sampler"):
         split = getattr(sampler, "split_batches", False)
         filled |= split or getattr(sampler, "num_processes", 1) > 1
@@ -362,10 +385,10 @@ def own_rows_of_last_batch(loader: Any, rank: int, rows: int) -> int:
 
 
 class _Inputs(dict[str, Any]):
-    """A share in the place of a batch. Trainers count the tokens, or those of sources, in
+    """A step in the place of a batch. Trainers count the tokens, or those of sources, in
     `input_ids`."""
 
-    def __init__(self, share: Share) -> None:
-        ids = torch.zeros(share.read, dtype=torch.int64)
+    def __init__(self, step: RankStep) -> None:
+        ids = torch.zeros(step.tokens_read, dtype=torch.int64)
         super().__init__(input_ids=ids, attention_mask=torch.ones_like(ids))
-        self.share = share
+        self.step = step
