@@ -438,7 +438,8 @@ def test_predictions_without_labels(tmp_path: Path) -> None:
 
 def test_plans_count_sources_and_the_attention_of_the_encoder(tmp_path: Path) -> None:
     ours = attached(tmp_path, of=build_seq2seq("unbalanced"), max_steps=1)
-    assert ours.dynamic.family.parts == spec_of_seq2seq(ours.model).parts != EQUAL_PARTS
+    told = ours.dynamic.family.costs([])  # of make_plan
+    assert told["parts"] == spec_of_seq2seq(ours.model).parts != EQUAL_PARTS
     ours.train()
     plan = ours.dynamic.plans[0]
     pairs = {
@@ -554,6 +555,10 @@ def with_dropout() -> Any:
         ({"of": with_dropout}, "attention_dropout is 0.1 in the model's config"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1"),
         (
+            {"neftune_noise_alpha": 5.0},
+            "an encoder-decoder, whose dropout and NEFTune would depend on how documents are split",
+        ),
+        (
             {"plainest": True, "as_trl": True},
             "SFTTrainer makes batches without sources.*use Seq2SeqTrainer",
         ),
@@ -562,7 +567,7 @@ def with_dropout() -> Any:
             "predict_with_generate calls parts of the model.*FSDP",
         ),
     ],
-    ids=["bias", "attention dropout", "label smoothing", "TRL", "generation under FSDP"],
+    ids=["bias", "attention dropout", "label smoothing", "noise", "TRL", "generation under FSDP"],
 )
 def test_what_cannot_be_exact_is_refused(
     tmp_path: Path, options: dict[str, Any], message: str

@@ -227,25 +227,19 @@ def exchange_pixels(
     """
     kind = pixels_of_none(info.pixels for info in documents if info.pixels is not None)
     places = {number: info.places for number, info in enumerate(documents) if info.places}
-    sent: list[list[torch.Tensor]] = [[] for _ in range(plan.ranks)]
-    received: list[list[Image]] = [[] for _ in range(plan.ranks)]
-    for micro_batch in plan.micro_batches:
-        placements = {
-            placed.document: placed for placed in micro_batch if placed.document in places
-        }
-        for (document, image), encoder in encoding_ranks(placements, places).items():
-            info = documents[document]
-            if info.rank == rank:
-                sent[encoder].append(own[info.drawn_index].pixels[image])
-            if encoder == rank:
-                received[info.rank].append((document, image))
+    sent, received = _travelling(plan, documents, places=places, rank=rank)
     order = list(itertools.chain.from_iterable(received))
     sizes = {}
     for document, image in order:
         sizes[document, image] = rows_of_image(places[document][image], kind)
-    rows = torch.cat([kind, *itertools.chain.from_iterable(sent)])
+    sent_rows = [kind]
+    sent_counts = []
+    for images in sent:
+        parts = [own[documents[document].drawn_index].pixels[image] for document, image in images]
+        sent_rows += parts
+        sent_counts.append(sum(map(len, parts)))
+    rows = torch.cat(sent_rows)
     if group is not None:
-        sent_counts = [sum(map(len, pixels)) for pixels in sent]
         received_counts = [sum(sizes[image] for image in images) for images in received]
         rows = exchange_rows(rows, sent_counts, received_counts, group)
     pixels = dict(zip(order, rows.split(list(sizes.values())), strict=True))
@@ -264,6 +258,30 @@ def exchange_pixels(
         return {"pixel_values": torch.cat(parts), "image_grid_thw": torch.tensor(grids)}
 
     return read
+
+
+def _travelling(
+    plan: Plan,
+    documents: Sequence[DocumentInfo],
+    *,
+    places: Mapping[int, Sequence[ImagePlace]],
+    rank: int,
+) -> tuple[list[list[Image]], list[list[Image]]]:
+    """Returns the images that a rank sends to each rank, and those that it receives from each, in
+    the order of the plan. Images that stay are among both."""
+    sent: list[list[Image]] = [[] for _ in range(plan.ranks)]
+    received: list[list[Image]] = [[] for _ in range(plan.ranks)]
+    for micro_batch in plan.micro_batches:
+        placements = {
+            placed.document: placed for placed in micro_batch if placed.document in places
+        }
+        for (document, image), encoder in encoding_ranks(placements, places).items():
+            drawn_by = documents[document].rank
+            if drawn_by == rank:
+                sent[encoder].append((document, image))
+            if encoder == rank:
+                received[drawn_by].append((document, image))
+    return sent, received
 
 
 def reading_images(
