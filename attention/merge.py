@@ -33,7 +33,8 @@ def merge_(
     result, so two values of -inf never meet.
     """
     fused = out.is_cuda and out.dtype == torch.float32 and _has_triton()
-    (merge_fused_ if fused else merge_plain_)(out, lse, part, part_lse, segments)
+    merge = merge_fused_ if fused else merge_plain_
+    merge(out, lse, part=part, part_lse=part_lse, segments=segments)
 
 
 def merge_plain_(
@@ -47,7 +48,8 @@ def merge_plain_(
     for segment in segments:
         rows = segment.queries
         total = torch.logaddexp(lse[rows], part_lse[rows])
-        keep, add = (lse[rows] - total).exp_(), (part_lse[rows] - total).exp_()
+        keep = (lse[rows] - total).exp_()
+        add = (part_lse[rows] - total).exp_()
         out[rows].mul_(keep.unsqueeze(-1)).addcmul_(part[rows].to(out.dtype), add.unsqueeze(-1))
         lse[rows] = total
 
@@ -61,7 +63,7 @@ def merge_fused_(
 ) -> None:
     """Implements `merge_` as one Triton launch; out and lse must be float32, with contiguous last
     dimension of out."""
-    tiles = device_tiles(segments, False, ROWS, ROWS, out.device)
+    tiles = device_tiles(segments, by_keys=False, rows=ROWS, columns=ROWS, device=out.device)
     heads, dim = out.shape[1:]
     programs = tiles.table.shape[0] * heads
     if not programs:

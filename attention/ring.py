@@ -63,33 +63,36 @@ def ring_attention(
 
     Args:
         q: [tokens, q_heads, head_dim], rows in the order of `layout`; rows from `layout.tokens` on
-        are padding. k, v: [tokens, kv_heads, head_dim]; kv_heads must divide q_heads. v may have a
-        different head size. layout: `plan.layout(micro_batch, rank)`; or a `CrossLayout` for
-        cross-attention, in which the queries of a document's
-            target see all keys of its source. q then has the rows of `layout.targets`, k and v
-            those of `layout.sources`.
+            are padding.
+        k, v: [tokens, kv_heads, head_dim]; kv_heads must divide q_heads. v may have a different
+            head size.
+        layout: `plan.layout(micro_batch, rank)`; or a `CrossLayout` for cross-attention, in which
+            the queries of a document's target see all keys of its source. q then has the rows of
+            `layout.targets`, k and v the rows of `layout.sources`.
         group: process group of the domain, ranks in order; None uses the default group. Not used if
-        no document is split. All
-            its ranks must call `longctx.attention.warm_up(group, device)` once before, or NCCL may
-            wait forever.
+            no document is split. All its ranks must call `longctx.attention.warm_up(group, device)`
+            once before, or NCCL may wait forever.
         mask: visibility of tokens inside a document; causal by default. Must be
-        `Mask(causal=False)` with a `CrossLayout`. scale: factor of the scores; None means
-        1/√head_dim. softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0
-        disables the cap. sink_logits: [q_heads], learned logits that take part in every softmax but
-        have no value, as in gpt-oss. kernel: `auto` or the name of a kernel
-        (`longctx.attention.kernels.KERNELS`). keep_kv: keep received K and V until backward instead
-        of fetching them again. deterministic: use the slower backward of flash attention libraries
-        of which two runs are bitwise identical. ranks_per_node: number of consecutive ranks per
-        node for two-level exchange, in which rows cross the network once per
-            node and are then passed on inside it. None: rows go directly to every rank that needs
-            them.
+            `Mask(causal=False)` with a `CrossLayout`.
+        scale: factor of the scores; None means 1/√head_dim.
+        softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 disables the cap.
+        sink_logits: [q_heads], learned logits that take part in every softmax but have no value, as
+            in gpt-oss.
+        kernel: `auto` or the name of a kernel (`longctx.attention.kernels.KERNELS`).
+        keep_kv: keep received K and V until backward instead of fetching them again.
+        deterministic: use the slower backward of flash attention libraries of which two runs are
+            bitwise identical.
+        ranks_per_node: number of consecutive ranks per node for two-level exchange, in which rows
+            cross the network once per node and are then passed on inside it. None: rows go directly
+            to every rank that needs them.
 
     Returns [tokens, q_heads, v_head_dim]; padding rows are 0.
 
     Raises:
-        AttentionInputError: for tensors that do not match each other or the layout. KernelError: if
-        no kernel supports the tensors. ExchangeError: if a message fails or times out on gloo;
-        NCCL's watchdog ends the process instead.
+        AttentionInputError: for tensors that do not match each other or the layout.
+        KernelError: if no kernel supports the tensors.
+        ExchangeError: if a message fails or times out on gloo; NCCL's watchdog ends the process
+            instead.
     """
     check_arguments(
         AttentionInputError, TENSORS, {"q": q, "k": k, "v": v, "sink_logits": sink_logits}
@@ -138,8 +141,8 @@ class RingAttention(CheckedAttention):
 
         Args:
             across: another group of the same ranks, for messages between nodes if `ranks_per_node`
-            is set: on NCCL these then
-                travel beside those inside a node, not after them. None: all messages use `group`.
+                is set: on NCCL these then travel beside messages inside a node, not after them.
+                None: all messages use `group`.
             device: device of q, k and v.
             exchange: class that moves the rows.
             watch: returns a context manager for the name of a layer's pass, which runs in it.
@@ -150,23 +153,24 @@ class RingAttention(CheckedAttention):
                 "mask=Mask(causal=False)"
             )
         super().__init__(layout, group, device)
-        self.schedule = RingSchedule.build(layout, device, mask, ranks_per_node)
+        self.schedule = RingSchedule.build(layout, device, mask=mask, ranks_per_node=ranks_per_node)
         # A plain truth value, so that torch.compile does not trace the schedule.
         self.exchanges = bool(self.schedule.rounds)
-        self.exchange, self.watch = exchange, watch
-        self.group, self.scale, self.softcap, self.kernel, self.keep_kv = (
-            group,
-            scale,
-            softcap,
-            kernel,
-            keep_kv,
-        )
+        self.exchange = exchange
+        self.watch = watch
+        self.group = group
+        self.scale = scale
+        self.softcap = softcap
+        self.kernel = kernel
+        self.keep_kv = keep_kv
         self.deterministic = deterministic
-        self.across = (across, ranks_per_node) if across is not None and ranks_per_node else None
+        self.across: tuple[dist.ProcessGroup, int] | None = None
+        if across is not None and ranks_per_node:
+            self.across = across, ranks_per_node
         self.routes: Routes = {}
         self.begun: dict[int, operator.BegunForward] = {}
         """Forward passes whose K and V are under way, by layer."""
-        self.number = operator.register(self)
+        self.handle = operator.register(self)
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""
 
@@ -175,14 +179,23 @@ class RingAttention(CheckedAttention):
         queries: Queries,
         k: torch.Tensor,
         v: torch.Tensor,
+        *,
         layer: int | None,
         sink_logits: torch.Tensor | None,
         after: torch.Tensor | None = None,
         compressed: Compressed | None = None,
     ) -> torch.Tensor:
-        layer = NO_LAYER if layer is None else layer
+        """As in the base class; `after`: see `operator.begin`."""
         # In this order, or torch.compile would make two programs for K and V.
         compressed = compressed if compressed is None or self.exchanges else None
         return eager.ring_attention(
-            queries, k, v, sink_logits, self.number, layer, after, compressed, self.exchanges
+            queries,
+            k,
+            v,
+            sink_logits=sink_logits,
+            attention_handle=self.handle,
+            layer=NO_LAYER if layer is None else layer,
+            after=after,
+            compressed=compressed,
+            exchanges=self.exchanges,
         )
