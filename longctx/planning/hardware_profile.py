@@ -3,7 +3,7 @@ this machine."""
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
@@ -23,6 +23,23 @@ BESIDE = ("state_bytes", "split_s_per_token", "received_s_per_token")
 EfficiencyTable = tuple[tuple[int, float], ...]
 
 
+ALLOWED: dict[str, Callable[[float], bool]] = {
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+    "a number ≥ 0": lambda value: value >= 0,
+    "a positive number": lambda value: value > 0,
+}
+"""What a constant may be, by the words that say so."""
+SHARES = ("overlap", "query_share")
+MAY_BE_ZERO = ("latency_s", "launch_s", "step_s", "attention_split_penalty", *BESIDE)
+
+
+def _rule(name: str) -> str:
+    """Returns what a constant may be."""
+    if name in SHARES:
+        return "in [0, 1]"
+    return "a number ≥ 0" if name in MAY_BE_ZERO else "a positive number"
+
+
 class ProfileError(UserError):
     """A hardware profile that cannot be read, or has missing, unknown or invalid constants."""
 
@@ -33,37 +50,37 @@ class HardwareProfile:
     one pipeline rank).
 
     Attributes:
-        linear_s_per_token: time per token of everything except attention. attention_s_per_token2:
-        time of causal attention over a document of s tokens, divided by s², at efficiency 1.
+        linear_s_per_token: time per token of everything except attention.
+        attention_s_per_token2: time of causal attention over a document of s tokens, divided by s²,
+            at efficiency 1.
         attention_efficiency: (tokens of an unsplit document, efficiency in (0, 1]) pairs, ascending
-        and never falling;
-            interpolated linearly in log2(tokens) and clamped at both ends.
+            and never falling; interpolated linearly in log2(tokens) and clamped at both ends.
         attention_split_penalty: κ ≥ 0: attention on a document of s tokens at degree d is as
-        efficient as on an unsplit
-            document of s / (1 + κ (d - 1)) tokens.
+            efficient as on an unsplit document of s / (1 + κ (d - 1)) tokens.
         kv_bytes_per_token: bytes of K and V exchanged per token, summed over all layers and all
-        three passes. intra_node_bytes_per_s, inter_node_bytes_per_s: bandwidth per rank inside a
-        node and across nodes. ranks_per_node: number of consecutive ranks of the domain on each
-        node: its GPUs divided by the tensor-parallel size. latency_s: fixed cost of the exchange
-        per micro-batch. overlap: share of attention time, in [0, 1], that can hide the exchange.
+            three passes.
+        intra_node_bytes_per_s, inter_node_bytes_per_s: bandwidth per rank inside a node and across
+            nodes.
+        ranks_per_node: number of consecutive ranks of the domain on each node: its GPUs divided by
+            the tensor-parallel size.
+        latency_s: fixed cost of the exchange per micro-batch.
+        overlap: share of attention time, in [0, 1], that can hide the exchange.
         launch_s: fixed cost per micro-batch, including parameter gathering that is not hidden.
         step_s: fixed cost per step: the optimizer, and gradient reduction that is not hidden.
         exchange_levels: 1: K and V go directly from their owner to every rank that needs them. 2:
-        in rings that cross nodes,
-            K and V cross the network once per node and are then passed on inside the node
-            (`context.two_level_exchange`). Optional, 2 by default.
+            in rings that cross nodes, K and V cross the network once per node and are then passed
+            on inside the node (`context.two_level_exchange`). Optional, 2 by default.
         query_share: share of `linear_s_per_token`, in [0, 1], that computes queries while K and V
-        travel, or the gradient of
-            their input while the gradients of K and V return. It hides the exchange at the same
-            `overlap` as attention. 0, the default, for models that compute queries before K and V
-            are sent.
+            travel, or the gradient of their input while the gradients of K and V return. It hides
+            the exchange at the same `overlap` as attention. 0, the default, for models that compute
+            queries before K and V are sent.
         state_bytes: bytes of the states of linear attention that a rank receives from every other
-        rank of a document's ring,
-            summed over all layers and passes, whatever the document's length. 0, the default,
-            without linear attention.
+            rank of a document's ring, summed over all layers and passes, whatever the document's
+            length. 0, the default, without linear attention.
         split_s_per_token: time per token that the scans of linear attention take more in documents
-        on several ranks. received_s_per_token: time per token from another rank to compute its K
-        and V from the latent that was sent.
+            on several ranks.
+        received_s_per_token: time per token from another rank to compute its K and V from the
+            latent that was sent.
     """
 
     linear_s_per_token: float
@@ -86,19 +103,13 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         problems = []
-        for name in (
-            field.name
-            for field in fields(self)
-            if field.name not in ("attention_efficiency", "exchange_levels")
-        ):
+        for field in fields(self):
+            name = field.name
+            if name in ("attention_efficiency", "exchange_levels"):
+                continue
             value = getattr(self, name)
-            if name in ("overlap", "query_share"):
-                valid, rule = _is_number(value) and 0 <= value <= 1, "in [0, 1]"
-            elif name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", *BESIDE):
-                valid, rule = _is_number(value) and value >= 0, "a number ≥ 0"
-            else:
-                valid, rule = _is_number(value) and value > 0, "a positive number"
-            if not valid:
+            rule = _rule(name)
+            if not _is_number(value) or not ALLOWED[rule](value):
                 problems.append(f"{name} is {value!r}: must be {rule}")
         if _is_number(self.ranks_per_node) and self.ranks_per_node > 1 << 20:
             problems.append(f"ranks_per_node is {self.ranks_per_node!r}: must be at most {1 << 20}")
@@ -116,7 +127,8 @@ class HardwareProfile:
             return [
                 f"attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs"
             ]
-        tokens, values = [row[0] for row in table], [row[1] for row in table]
+        tokens = [row[0] for row in table]
+        values = [row[1] for row in table]
         problems = []
         if min(tokens) < 1 or any(a >= b for a, b in itertools.pairwise(tokens)):
             problems.append(

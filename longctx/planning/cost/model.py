@@ -274,9 +274,11 @@ class StepTimes:
     Attributes:
         time: time of every rank in every micro-batch: linear, attention and exposed exchange.
         exposed: part of `time` that the exchange costs: waits for K and V, the price of its rounds,
-        and `states_ns`. attention: attention of every document on each of its ranks [documents].
+            and `states_ns`.
+        attention: attention of every document on each of its ranks [documents].
         encoding: part of `time` that encodes images; every rank of a ring counts as the one with
-        most. launch_ns, step_ns: fixed cost per micro-batch and per step.
+            most.
+        launch_ns, step_ns: fixed cost per micro-batch and per step.
     """
 
     time: Integers

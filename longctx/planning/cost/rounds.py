@@ -215,12 +215,14 @@ class _ExchangeTimes:
         last = overlap * self.runs.spread(np.where(several, self.ring_work // rounds, 0))
         own_ns = self.attention - self.remote
         before_second = np.where(relayed > 0, self.node, last)
+        forward_queries = FORWARD_LINEAR * self.queries
+        backward_queries = (1 - FORWARD_LINEAR) * self.queries
 
-        share, queries = FORWARD_ATTENTION, FORWARD_LINEAR * self.queries
+        share = FORWARD_ATTENTION
         more = np.maximum(second - share * before_second, further - share * (every - last))
-        forward = np.maximum(0, first - share * own_ns - queries) + np.maximum(0, more)
+        forward = np.maximum(0, first - share * own_ns - forward_queries) + np.maximum(0, more)
 
-        share, queries = 1 - FORWARD_ATTENTION, (1 - FORWARD_LINEAR) * self.queries
+        share = 1 - FORWARD_ATTENTION
         # Links are idle between the second fetch and the first gradients, and before the last
         # gradients.
         idle = np.where(two_levels, 0, np.maximum(0, share * last - first))
@@ -230,7 +232,7 @@ class _ExchangeTimes:
         backward = (
             np.maximum(0, first - share * own_ns)
             + np.maximum(0, more)
-            + np.maximum(0, first + second - queries)
+            + np.maximum(0, first + second - backward_queries)
         )
         result: Floats = forward + backward
         return result

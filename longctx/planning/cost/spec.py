@@ -31,10 +31,10 @@ class Scan:
 
     Attributes:
         state_size: values of its state and of its transition, which segments of a split document
-        send to each other. flops: matrix products of its scan in float32, in a long document.
-        split_flops: how many more in a document on several ranks: those of the transitions, and of
-        outputs from the states that
-            other ranks send.
+            send to each other.
+        flops: matrix products of its scan in float32, in a long document.
+        split_flops: how many more in a document on several ranks: for the transitions, and for
+            outputs from the states that other ranks send.
         kept: bytes that it keeps for backward.
         working: bytes that backward needs beside.
     """
@@ -55,11 +55,13 @@ class Matrix:
     """Matrices of one size in a block.
 
     Attributes:
-        rows, columns: values of an output, and of an input. count: how many there are: of experts
-        of a layer, several. used: how many of them multiply a token. role: query: it computes
-        queries while K and V travel; source: it multiplies tokens of the source, for K and V of a
-            decoder's cross-attention; expert: a router chooses it; lora_a, adapter: LoRA's first
-            matrices, and what else is trained beside frozen weights; own: none of these.
+        rows, columns: values of an output, and of an input.
+        count: how many there are: of experts of a layer, several.
+        used: how many of them multiply a token.
+        role: query: it computes queries while K and V travel; source: it multiplies tokens of the
+            source, for K and V of a decoder's cross-attention; expert: a router chooses it; lora_a,
+            adapter: LoRA's first matrices, and what else is trained beside frozen weights; own:
+            none of these.
         stored: bytes of each one that is kept quantized; None: it has the dtype of the others.
     """
 
@@ -94,13 +96,17 @@ class LayerSpec:
     """Sizes of one block: self-attention and an MLP.
 
     Attributes:
-        hidden_size: width of the residual stream. intermediate_size: width of the MLP, or of all
-        experts that a token uses. matrices: all its matrices; the properties below are sums over
-        them. vectors: parameters of norms and biases. window: attention window in tokens, the token
-        itself included; None: no window. attention_norms: values per token that norms of heads keep
-        for backward. attends: whether it has softmax attention, whose operations and exchange grow
-        with the document. scan: its linear attention; None: none. latent: what split documents send
-        of a token of latent attention; `head_dim` is then the mean of keys and values.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP, or of all experts that a token uses.
+        matrices: all its matrices; the properties below are sums over them.
+        vectors: parameters of norms and biases.
+        window: attention window in tokens, the token itself included; None: no window.
+        attention_norms: values per token that norms of heads keep for backward.
+        attends: whether it has softmax attention, whose operations and exchange grow with the
+            document.
+        scan: its linear attention; None: none.
+        latent: what split documents send of a token of latent attention; `head_dim` is then the
+            mean of keys and values.
     """
 
     hidden_size: int
@@ -229,14 +235,17 @@ class ModelSpec:
     """Sizes of a model.
 
     Attributes:
-        hidden_size: width of the residual stream. vocab_size: entries of the embedding and of the
-        output projection; None while no tokenizer is known. attention_softcap: tanh bound of
-        attention scores; 0: no bound. encoder_root_parameters: parameters of an encoder's embedding
-        and last norm; 0 without. frozen_tower: parameters of an encoder of images that are not
-        trained, where there are no adapters. causal: whether a token sees only earlier tokens;
-        False: also later ones, which doubles the operations of attention. encoder_layers: number of
-        blocks of an encoder, the first of `layers`, which tokens of sources run through; those of
-            targets run through the others. 0: there is no encoder.
+        hidden_size: width of the residual stream.
+        vocab_size: entries of the embedding and of the output projection; None while no tokenizer
+            is known.
+        attention_softcap: tanh bound of attention scores; 0: no bound.
+        encoder_root_parameters: parameters of an encoder's embedding and last norm; 0 without.
+        frozen_tower: parameters of an encoder of images that are not trained, where there are no
+            adapters.
+        causal: whether a token sees only earlier tokens; False: also later ones, which doubles the
+            operations of attention.
+        encoder_layers: number of blocks of an encoder, the first of `layers`, which tokens of
+            sources run through; tokens of targets run through the others. 0: there is no encoder.
         tower_parameters: parameters of an encoder of images, with what projects its features.
         tower_values: values that it keeps for backward for a token of an image.
         tower: its sizes, from which its operations are counted; None without one.
@@ -366,19 +375,16 @@ class ModelSpec:
         )
         source = sum(of_layers[: self.encoder_layers]) + crossed
         target = sum(of_layers) - source + self.vocabulary_parameters
-        read, written = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
-        queries, own_queries = (
-            sum(layer.num_attention_heads * layer.head_dim for layer in part)
-            for part in (read, written)
-        )
-        keys, own_keys = (
-            sum(layer.num_key_value_heads * layer.head_dim for layer in part)
-            for part in (read, written)
-        )
+        queries = [layer.num_attention_heads * layer.head_dim for layer in self.layers]
+        keys = [layer.num_key_value_heads * layer.head_dim for layer in self.layers]
+        encoder_queries = sum(queries[: self.encoder_layers])
+        decoder_queries = sum(queries[self.encoder_layers :])
+        encoder_keys = sum(keys[: self.encoder_layers])
+        decoder_keys = sum(keys[self.encoder_layers :])
         return PartCosts(
-            attention=queries / own_queries,
+            attention=encoder_queries / decoder_queries,
             products=2 * source / (source + target),
-            keys=2 * (keys + own_keys) / (keys + 2 * own_keys),
+            keys=2 * (encoder_keys + decoder_keys) / (encoder_keys + 2 * decoder_keys),
         )
 
     def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
@@ -395,6 +401,5 @@ class ModelSpec:
             for layer in self.layers
             for start, stop in runs
         )
-        return 2 * self.multiplied_parameters * sum(lengths) + sum(flops) * (
-            1 if self.causal else 2
-        )
+        directions = 1 if self.causal else 2
+        return 2 * self.multiplied_parameters * sum(lengths) + directions * sum(flops)
