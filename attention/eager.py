@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.attention import operator
@@ -19,16 +20,16 @@ from longctx.attention.keeping import kept
 
 def ring_attention(
     queries: Queries,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    sink_logits: torch.Tensor | None,
+    sink_logits: Tensor | None,
     attention_handle: int,
     layer: int,
-    after: torch.Tensor | None = None,
+    after: Tensor | None = None,
     compressed: Compressed | None = None,
     exchanges: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """As `operator.ring_attention`; with `exchanges` False, no message is sent.
 
     Autograd runs the gradient of `begin` last, as its node is the oldest.
@@ -44,7 +45,7 @@ def ring_attention(
             after=after,
             compressed=compressed,
         )
-    out: torch.Tensor
+    out: Tensor
     handles = {"attention_handle": attention_handle, "layer": layer}
     if not exchanges and after is None:
         out = LocalAttention.apply(queries(unmarked), k, v, sink_logits, handles)  # type: ignore[no-untyped-call]
@@ -57,31 +58,36 @@ def ring_attention(
 
 
 def as_function(
-    run: Any, setup_context: Callable[..., None], gradients: Callable[..., tuple[Any, ...]]
+    name: str,
+    custom_op: Any,
+    setup_context: Callable[..., None],
+    gradients: Callable[..., tuple[Any, ...]],
 ) -> Any:
-    """Returns an operator with its gradients as a function of autograd: `apply` takes its tensors,
-    and its keyword arguments as a dictionary after them."""
+    """Returns an operator with its gradients as a function of autograd of this name: `apply` takes
+    its tensors, and its keyword arguments as a dictionary after them."""
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            *tensors, handles = inputs
-            output = run._init_fn(*tensors, **handles)
-            setup_context(ctx, tensors, handles, output)
-            return output
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *tensors, handles = inputs
+        output = custom_op._init_fn(*tensors, **handles)
+        setup_context(ctx, tensors, handles, output)
+        return output
 
-        @staticmethod
-        @once_differentiable
-        def backward(ctx: Any, *douts: Any) -> Any:
-            found = gradients(ctx, *douts)
-            # Lists are not seen by autograd: they are empty here.
-            return *(None if isinstance(x, list) else x for x in found), None
+    @once_differentiable
+    def backward(ctx: Any, *douts: Any) -> Any:
+        found = gradients(ctx, *douts)
+        # Lists are not seen by autograd: they are empty here.
+        return *(None if isinstance(x, list) else x for x in found), None
 
-    return Function
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
-Begin = as_function(operator.begin, operator.setup_begin, operator.begin_gradients)
-Forward = as_function(operator.forward, operator.setup_forward, operator.forward_gradients)
+Begin = as_function(
+    "Begin", operator.begin, operator.setup_begin, gradients=operator.begin_gradients
+)
+Forward = as_function(
+    "Forward", operator.forward, operator.setup_forward, gradients=operator.forward_gradients
+)
 
 
 class LocalAttention(torch.autograd.Function):
@@ -97,19 +103,19 @@ class LocalAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        q, k, v, sink_logits, out, lse, received_rows = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, sink_logits, out, lse, kept_rows = ctx.saved_tensors
         dout = dout.contiguous()
         frozen = not any(ctx.needs_input_grad[1:3])
         (dq,) = operator.run(
             operator.backward,
             dout,
-            q,
-            k,
-            v,
+            q=q,
+            k=k,
+            v=v,
             out=out,
             lse=lse,
-            kept=received_rows,
+            kept_rows=kept_rows,
             frozen=frozen,
             rows=[],
             weights=[],
@@ -126,14 +132,14 @@ class LocalAttention(torch.autograd.Function):
 @kept
 @operator.watched("forward")
 def _local_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink_logits: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_logits: Tensor | None,
     *,
     attention_handle: int,
     layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Does `begin` and `forward` where no message is sent."""
     ring = operator.find(attention_handle)
     started = operator.BegunForward.on(ring, k, v, layer)

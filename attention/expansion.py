@@ -3,7 +3,7 @@ compute both from it.
 
 Ring attention then sends what they keep. Received rows are expanded where they are attended, call
 by call, and again in backward, where autograd differentiates the expansion: the gradients of rows
-return to their owners, and those of its weights are summed in float32 on the rank that expanded
+return to their owners, and gradients of its weights are summed in float32 on the rank that expanded
 them. A rank's own rows are expanded once, by the model.
 """
 
@@ -70,10 +70,14 @@ class Expanding:
             yield
 
     def gradients(
-        self, rows: list[Tensor], keys: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor
+        self,
+        rows: tuple[Tensor, Tensor],
+        keys: tuple[Tensor, Tensor],
+        dk: Tensor,
+        dv: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of both tensors `rows`, of which `keys` were computed, and adds
-        those of the weights."""
+        """Returns the gradients of both tensors `rows`, of which `keys` were computed, and adds the
+        weights' gradients to their sums."""
         weights = self.expansion.weights()
         with self.differentiable():
             gradients = torch.autograd.grad(

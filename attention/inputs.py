@@ -6,24 +6,25 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longctx.arguments import Rule, check_arguments, kind, or_none
 from longctx.attention.expansion import Compressed
 from longctx.errors import UserError
 from longctx.planning.layout import CrossLayout, Layout
 
-Queries = Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
+Queries = Callable[[Callable[[Tensor], Tensor]], Tensor]
 """Function `queries(mark)` that computes the queries [tokens, heads, head_dim]. It calls mark(x),
 which returns x, on the input of their projection: this orders backward for compilers, which then
 await the gradients of K and V after that of x."""
 
 
-def unmarked(x: torch.Tensor) -> torch.Tensor:
+def unmarked(x: Tensor) -> Tensor:
     """The mark where no compiler needs one."""
     return x
 
 
-def computed(q: torch.Tensor) -> Queries:
+def computed(q: Tensor) -> Queries:
     """Returns queries that are computed already."""
     return lambda mark: q
 
@@ -32,12 +33,12 @@ class AttentionInputError(UserError):
     """Tensors, layout, group and device that do not match."""
 
 
-_TENSOR = kind("a tensor [tokens, heads, head_dim]", torch.Tensor)
+_TENSOR = kind("a tensor [tokens, heads, head_dim]", Tensor)
 TENSORS: dict[str, Rule] = {
     "q": _TENSOR,
     "k": _TENSOR,
     "v": _TENSOR,
-    "sink_logits": or_none(kind("a tensor [q_heads]", torch.Tensor)),
+    "sink_logits": or_none(kind("a tensor [q_heads]", Tensor)),
 }
 
 
@@ -79,14 +80,14 @@ class CheckedAttention:
 
     def __call__(
         self,
-        q: torch.Tensor | Queries,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor | Queries,
+        k: Tensor,
+        v: Tensor,
         layer: int | None = None,
         *,
-        sink_logits: torch.Tensor | None = None,
+        sink_logits: Tensor | None = None,
         compressed: Compressed | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Computes attention. A function `q` is called for the queries once K and V are on their
         way, which hides messages.
 
@@ -94,13 +95,13 @@ class CheckedAttention:
         """
         if compressed is not None:
             _check_compressed(compressed, k)
-        if isinstance(q, torch.Tensor):
+        if isinstance(q, Tensor):
             self._check(q, k, v, sink_logits)
             return self.attend(
                 computed(q), k, v, layer=layer, sink_logits=sink_logits, compressed=compressed
             )
 
-        def queries(mark: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def queries(mark: Callable[[Tensor], Tensor]) -> Tensor:
             found = q(mark)
             self._check(found, k, v, sink_logits)
             return found
@@ -112,19 +113,17 @@ class CheckedAttention:
     def attend(
         self,
         queries: Queries,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         layer: int | None,
-        sink_logits: torch.Tensor | None,
+        sink_logits: Tensor | None,
         compressed: Compressed | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Computes attention of the queries that the function returns."""
         raise NotImplementedError
 
-    def _check(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None
-    ) -> None:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> None:
         """Raises AttentionInputError for tensors that do not match each other or the layout."""
         check_arguments(
             AttentionInputError, TENSORS, {"q": q, "k": k, "v": v, "sink_logits": sink_logits}
@@ -153,7 +152,7 @@ class CheckedAttention:
                 )
 
 
-def _check_compressed(compressed: Compressed, k: torch.Tensor) -> None:
+def _check_compressed(compressed: Compressed, k: Tensor) -> None:
     for x in (compressed.first, compressed.second):
         if x.shape[0] != k.shape[0] or x.dtype != k.dtype or x.device != k.device:
             raise AttentionInputError(
@@ -164,7 +163,7 @@ def _check_compressed(compressed: Compressed, k: torch.Tensor) -> None:
             )
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises AttentionInputError for numbers of dimensions, heads or tokens that do not match."""
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise AttentionInputError(
@@ -187,7 +186,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
-def _check_kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises AttentionInputError for dtypes, devices or strides that kernels cannot take."""
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise AttentionInputError(
@@ -206,7 +205,7 @@ def _check_kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
-def _check_sink_logits(sink_logits: torch.Tensor, q: torch.Tensor) -> None:
+def _check_sink_logits(sink_logits: Tensor, q: Tensor) -> None:
     if sink_logits.shape != q.shape[1:2] or sink_logits.device != q.device:
         raise AttentionInputError(
             f"sink_logits must have shape [{q.shape[1]}], one number per query head, on "
@@ -215,11 +214,11 @@ def _check_sink_logits(sink_logits: torch.Tensor, q: torch.Tensor) -> None:
         )
 
 
-def _strided(x: torch.Tensor) -> bool:
+def _strided(x: Tensor) -> bool:
     """Returns whether the last dimension is not contiguous; an empty tensor may be contiguous with
     any strides."""
     return x.stride(-1) != 1 and not x.is_contiguous()
 
 
-def _shapes(*tensors: torch.Tensor) -> str:
+def _shapes(*tensors: Tensor) -> str:
     return ", ".join(str(list(tensor.shape)) for tensor in tensors)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-import torch
+from torch import Tensor
 
 _now = threading.local()
 
@@ -76,6 +76,6 @@ def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
 def _detached(out: Any) -> Any:
     """Returns the same values in other tensors, since autograd writes their history into those that
     are returned."""
-    if isinstance(out, torch.Tensor):
+    if isinstance(out, Tensor):
         return out.detach()
     return tuple(x.detach() for x in out)

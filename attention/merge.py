@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from longctx.attention.kernels.triton import device_tiles
 from longctx.attention.segments import Segments
@@ -20,10 +21,10 @@ ROWS = 32
 
 
 def merge_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
     segments: Segments,
 ) -> None:
     """Merges a partial result into the running result for the queries in `segments`, in place.
@@ -38,10 +39,10 @@ def merge_(
 
 
 def merge_plain_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
     segments: Segments,
 ) -> None:
     """Implements `merge_` with PyTorch operations, for any device and dtype."""
@@ -55,10 +56,10 @@ def merge_plain_(
 
 
 def merge_fused_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
     segments: Segments,
 ) -> None:
     """Implements `merge_` as one Triton launch; out and lse must be float32, with contiguous last

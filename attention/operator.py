@@ -3,9 +3,9 @@ around the queries.
 
     begin     posts the first messages of K and V, which travel while the queries are computed
     forward   computes attention
-    backward  computes the gradients of the queries; those of K and V return beside the
+    backward  computes the gradients of the queries; the gradients of K and V return beside the
               queries' own backward
-    finish    waits for them
+    finish    waits for the gradients of K and V
 
 They are opaque to torch.compile, and selective recomputation can keep their outputs, so attention
 and its exchange never run twice. An operator takes an integer, the handle of the micro-batch's
@@ -44,16 +44,16 @@ class BegunForward(NamedTuple):
     steps that are left."""
 
     ring_pass: RingPass
-    kept: Tensor
+    kept_rows: Tensor
     steps: Iterator[tuple[Tensor | None, tuple[Call, ...]]]
 
     @classmethod
     def on(cls, ring: Ring, k: Tensor, v: Tensor, layer: int) -> "BegunForward":
-        ring_pass = RingPass(ring, layer, "forward", k, v)
-        kept_rows = ring_pass.schedule.received_rows if ring.keep_kv else 0
-        kept = k.new_empty(kept_rows, ring_pass.width)
-        steps = ring_pass.steps(k, v, kept, fetch=True)
-        return cls(ring_pass, kept, itertools.chain([next(steps)], steps))
+        ring_pass = RingPass(ring, layer, name="forward", k=k, v=v)
+        rows = ring_pass.schedule.received_rows if ring.keep_kv else 0
+        kept_rows = k.new_empty(rows, ring_pass.width)
+        steps = ring_pass.steps(k, v, kept_rows, fetch=True)
+        return cls(ring_pass, kept_rows, itertools.chain([next(steps)], steps))
 
 
 class Unfinished(NamedTuple):
@@ -240,7 +240,7 @@ def attended(
     started: BegunForward, q: Tensor, k: Tensor, v: Tensor, *, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the results of `forward` once K and V are on their way."""
-    ring_pass, received_rows, steps = started
+    ring_pass, kept_rows, steps = started
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in steps:
         for call in calls:
@@ -258,7 +258,7 @@ def attended(
         total = torch.logaddexp(lse, sink_logits.to(lse.dtype))
         share = (lse - total).exp_()
         out, lse = out * share.unsqueeze(-1), total
-    return out.to(q.dtype), lse, received_rows
+    return out.to(q.dtype), lse, kept_rows
 
 
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
@@ -270,7 +270,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Tensor,
+    kept_rows: Tensor,
     frozen: bool,
     rows: list[Tensor],
     weights: list[Tensor],
@@ -293,13 +293,13 @@ def backward(
     gradients of remote rows travel in q's dtype.
     """
     sent_k, sent_v = rows if rows else (k, v)
-    ring_pass = RingPass(find(attention_handle), layer, "backward", sent_k, sent_v)
+    ring_pass = RingPass(find(attention_handle), layer, name="backward", k=sent_k, v=sent_v)
     ring_pass.expanding = _expanding(expansion_handle, autocast)
     sums = list[Tensor]()  # dq, dk and dv of this rank's own keys
-    of_rows = ring_pass.zeros(*rows)
+    of_rows = ring_pass.zeros(rows)
     round_numbers = itertools.count()
     returning = list[Iterator[None]]()
-    steps = ring_pass.steps(sent_k, sent_v, kept, fetch=not ring_pass.ring.keep_kv)
+    steps = ring_pass.steps(sent_k, sent_v, kept_rows, fetch=not ring_pass.ring.keep_kv)
     for received, calls in steps:
         remote = None if received is None else ring_pass.zeros_for(received, calls)
         for call in calls:
@@ -309,17 +309,17 @@ def backward(
             if not sums and remote is None:  # local keys come first, if there are any
                 sums = [ring_pass.widened(gradient).contiguous() for gradient in gradients]
                 continue
-            sums = sums or ring_pass.zeros(q, k, v)
+            sums = sums or ring_pass.zeros([q, k, v])
             _add_call(sums, gradients, call, remote=remote)
         if remote is not None:
-            sums = sums or ring_pass.zeros(q, k, v)  # of a rank that has keys, but no queries
+            sums = sums or ring_pass.zeros([q, k, v])  # of a rank that has keys, but no queries
             dk, dv = of_rows or sums[1:]
             back = ring_pass.send_back(next(round_numbers), remote.to(k.dtype), dk=dk, dv=dv)
             # Each computed round advances the returns by one hop: this hides messages and bounds
             # those in flight.
             returning = _advanced([back, *returning])
         del received, remote
-    dq, dk, dv = sums or ring_pass.zeros(q, k, v)
+    dq, dk, dv = sums or ring_pass.zeros([q, k, v])
     if frozen:
         _finish_all(returning)
     else:
@@ -339,8 +339,8 @@ def backward(
 def finish(
     ticket: Tensor, k: Tensor, v: Tensor, *, attention_handle: int, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns dk and dv once those of other ranks are added. `ticket`: the gradient of the
-    ticket."""
+    """Returns dk and dv once the gradients from other ranks are added. `ticket`: the ticket's
+    gradient."""
     left = unfinished.pop((attention_handle, layer))
     if left.end is not None:
         left.end()
@@ -370,13 +370,13 @@ def _add_call(
 
 
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
-    """Advances each iterator by one step, in the same order on every rank, and returns those that
-    are not finished."""
+    """Advances each iterator by one step, in the same order on every rank, and returns the
+    unfinished ones."""
     return [hops for hops in returning if next(hops, DONE) is not DONE]
 
 
 def _finish_all(returning: list[Iterator[None]]) -> None:
-    """Posts the hops that are left, and adds the gradients that they return to those of K and V."""
+    """Posts the hops that are left, and adds what they return to the gradients of K and V."""
     while returning:
         returning = _advanced(returning)
 
@@ -402,8 +402,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     received = torch.library.get_ctx().new_dynamic_size()
-    kept = k.new_empty(received, sum(sent.shape[1:].numel() for sent in rows or [k, v]))
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse, kept
+    kept_rows = k.new_empty(received, sum(sent.shape[1:].numel() for sent in rows or [k, v]))
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse, kept_rows
 
 
 @backward.register_fake
@@ -414,7 +414,7 @@ def _(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Tensor,
+    kept_rows: Tensor,
     frozen: bool,
     rows: list[Tensor],
     weights: list[Tensor],
@@ -459,7 +459,8 @@ def setup_forward(
     q, k, v, sink_logits, _, rows, weights = inputs
     ctx.handles = keyword_only_inputs
     ctx.rows = len(rows)
-    ctx.save_for_backward(q, k, v, sink_logits, *output, *rows, *weights)
+    saved = [q, k, v, sink_logits, *output, *rows, *weights]
+    ctx.save_for_backward(*saved)
     ctx.alive = find(keyword_only_inputs["attention_handle"])
     # Otherwise torch allocates zero gradients as large as the kept K and V.
     ctx.set_materialize_grads(False)
@@ -467,18 +468,18 @@ def setup_forward(
 
 def forward_gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...]:
     """Returns the gradients of `forward`'s tensors: calls `backward`."""
-    q, k, v, sink_logits, out, lse, kept, *others = ctx.saved_tensors
+    q, k, v, sink_logits, out, lse, kept_rows, *others = ctx.saved_tensors
     rows, weights = others[: ctx.rows], others[ctx.rows :]
     dout = dout.contiguous()
     dq, *gradients = run(
         backward,
         dout,
-        q,
-        k,
-        v,
+        q=q,
+        k=k,
+        v=v,
         out=out,
         lse=lse,
-        kept=kept,
+        kept_rows=kept_rows,
         frozen=not ctx.needs_input_grad[4],
         rows=rows,
         weights=weights,

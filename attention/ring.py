@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longctx.arguments import Rule, check_arguments, checked, flag, kind, or_none, real, whole
 from longctx.attention import eager, operator
@@ -43,21 +44,21 @@ RULES: dict[str, Rule] = {
 
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     layout: Layout | CrossLayout,
     *,
     group: dist.ProcessGroup | None = None,
     mask: Mask = CAUSAL,
     scale: float | None = None,
     softcap: float = 0.0,
-    sink_logits: torch.Tensor | None = None,
+    sink_logits: Tensor | None = None,
     kernel: str = "auto",
     keep_kv: bool = False,
     deterministic: bool = False,
     ranks_per_node: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Computes attention within every document. Every rank of the domain must call it, with its own
     layout.
 
@@ -177,14 +178,14 @@ class RingAttention(CheckedAttention):
     def attend(
         self,
         queries: Queries,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         layer: int | None,
-        sink_logits: torch.Tensor | None,
-        after: torch.Tensor | None = None,
+        sink_logits: Tensor | None,
+        after: Tensor | None = None,
         compressed: Compressed | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """As in the base class; `after`: see `operator.begin`."""
         # In this order, or torch.compile would make two programs for K and V.
         compressed = compressed if compressed is None or self.exchanges else None

@@ -1,7 +1,7 @@
 """One pass of ring attention on one rank: messages of K and V and of their gradients, and the keys
 of every kernel call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class RingPass:
 
     expanding: Expanding | None = None
 
-    def __init__(self, ring: Ring, layer: int, name: str, k: Tensor, v: Tensor) -> None:
+    def __init__(self, ring: Ring, layer: int, *, name: str, k: Tensor, v: Tensor) -> None:
         self.ring = ring
         self.schedule = ring.schedule
         ring.last = f"{layer_name(layer)}, {name} pass"
@@ -81,8 +81,8 @@ class RingPass:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
         return x.to(self.sum_dtype) if len(self.schedule.calls) > 1 or self.schedule.rounds else x
 
-    def zeros(self, *like: Tensor) -> list[Tensor]:
-        """Returns zeros in the accumulation dtype."""
+    def zeros(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Returns zeros of these shapes in the accumulation dtype."""
         return [x.new_zeros(x.shape, dtype=self.sum_dtype) for x in like]
 
     def zeros_for(self, received: Tensor, calls: tuple[Call, ...]) -> Tensor:
@@ -131,14 +131,15 @@ class RingPass:
         if self.expanding is None or call.rows is None or received is None:
             k, v = self.keys(k, v, received=received, call=call)
             return self._backward(dout, q, k, v, out=out, lse=lse, segments=call.segments)
-        rows = [sent.detach().requires_grad_() for sent in self._rows(received, call.rows)]
+        first, second = self._rows(received, call.rows)
+        rows = first.detach().requires_grad_(), second.detach().requires_grad_()
         with self.expanding.differentiable():
-            k, v = self.expanding.keys(*rows)
+            k, v = self.expanding.keys(rows[0], rows[1])
         dq, dk, dv = self._backward(
             dout, q, k.detach(), v.detach(), out=out, lse=lse, segments=call.segments
         )
-        first, second = self.expanding.gradients(rows, (k, v), dk, dv)
-        return dq, first, second
+        dfirst, dsecond = self.expanding.gradients(rows, (k, v), dk, dv)
+        return dq, dfirst, dsecond
 
     def _backward(
         self,
@@ -168,22 +169,22 @@ class RingPass:
         return choose_kernel(ring.kernel, request)
 
     def steps(
-        self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool
+        self, k: Tensor, v: Tensor, kept_rows: Tensor, *, fetch: bool
     ) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
         """Yields (None, calls on local keys), then for each round (received rows, its calls).
 
         The messages of each step are posted before the previous step is computed, so that
-        computation hides them. With keep_kv, rows are received into `kept`; without `fetch`, they
-        are already there.
+        computation hides them. With keep_kv, rows are received into `kept_rows`; without `fetch`,
+        they are already there.
         """
         rounds = self.schedule.rounds
         if not fetch or not rounds:
             yield None, self.schedule.local
-            for rows, round_ in zip(self._by_round(kept), rounds, strict=True):
+            for rows, round_ in zip(self._by_round(kept_rows), rounds, strict=True):
                 yield rows, round_.calls
             return
         kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
-        buffers = self._by_round(kept) if self.ring.keep_kv else [None] * len(rounds)
+        buffers = self._by_round(kept_rows) if self.ring.keep_kv else [None] * len(rounds)
         under_way = {}
         for number, (round_, buffer) in enumerate(zip(rounds, buffers, strict=True)):
             under_way[number] = self._fetch(round_, buffer, kv)

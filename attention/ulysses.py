@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange, Routes
@@ -93,13 +94,13 @@ class HybridAttention(CheckedAttention):
     def attend(
         self,
         queries: Queries,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         layer: int | None,
-        sink_logits: torch.Tensor | None,
+        sink_logits: Tensor | None,
         compressed: Compressed | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """As in the base class. Swapped heads travel expanded: a head's share of K and V is not one
         of what they come from."""
         if self.swap is None:
@@ -119,7 +120,7 @@ class HybridAttention(CheckedAttention):
         own_logits = None
         if sink_logits is not None:
             own_logits = sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out: torch.Tensor = self.wide.attend(
+        out: Tensor = self.wide.attend(
             computed(of_q.unflatten(1, (-1, q.shape[2]))),
             of_k.unflatten(1, (-1, k.shape[2])),
             of_v.unflatten(1, (-1, v.shape[2])),
@@ -140,7 +141,7 @@ class HybridAttention(CheckedAttention):
             compressed=compressed,
         )
 
-    def _check_heads(self, q: torch.Tensor, k: torch.Tensor) -> None:
+    def _check_heads(self, q: Tensor, k: Tensor) -> None:
         """Raises AttentionInputError if the ranks of a group cannot share heads out evenly."""
         degrees = ulysses_degrees(q.shape[1], k.shape[1])
         if self.ulysses_degree not in degrees:
@@ -152,12 +153,12 @@ class HybridAttention(CheckedAttention):
             )
 
 
-def _repeated(x: torch.Tensor, copies: int) -> torch.Tensor:
+def _repeated(x: Tensor, copies: int) -> Tensor:
     """Returns so many copies of each head of x [tokens, heads, dim]."""
     return x.repeat_interleave(copies, dim=1) if copies > 1 else x
 
 
-def _shares(x: torch.Tensor, ranks: int) -> torch.Tensor:
+def _shares(x: Tensor, ranks: int) -> Tensor:
     """Returns the heads of x [tokens, heads, dim] by rank, as [tokens, ranks, width]."""
     return x.reshape(len(x), ranks, x.shape[1] * x.shape[2] // ranks)
 
@@ -215,9 +216,7 @@ class HeadSwap:
         self.routes: Routes = {}
         self.handle = operator.register(self)
 
-    def run(
-        self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int
-    ) -> list[torch.Tensor]:
+    def run(self, parts: list[Tensor], counts: list[int], width: int, layer: int) -> list[Tensor]:
         """Sends parts[i] to the i-th rank of the group and returns the received parts, counts[i]
         rows from rank i."""
         others = [i for i in range(len(self.mates)) if i != self.me]
@@ -257,9 +256,7 @@ def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
 
 @torch.library.custom_op("longctx::gather_tokens", mutates_args=())
 @kept
-def gather_tokens(
-    x: torch.Tensor, after: torch.Tensor | None, *, swap_handle: int, layer: int
-) -> torch.Tensor:
+def gather_tokens(x: Tensor, after: Tensor | None, *, swap_handle: int, layer: int) -> Tensor:
     """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by a
     `HeadSwap`.
 
@@ -274,8 +271,8 @@ def gather_tokens(
 @torch.library.custom_op("longctx::gather_heads", mutates_args=())
 @kept
 def gather_heads(
-    x: torch.Tensor, rows: int, ranks: int, *, swap_handle: int, layer: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, rows: int, ranks: int, *, swap_handle: int, layer: int
+) -> tuple[Tensor, Tensor]:
     """Turns [rows of the group, width] into [rows, ranks, width]; rows of documents that are not
     swapped are 0.
 
@@ -290,12 +287,12 @@ def gather_heads(
 
 
 @gather_tokens.register_fake
-def _(x: torch.Tensor, after: torch.Tensor | None, **handles: Any) -> torch.Tensor:
+def _(x: Tensor, after: Tensor | None, **handles: Any) -> Tensor:
     return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[2])
 
 
 @gather_heads.register_fake
-def _(x: torch.Tensor, rows: int, ranks: int, **handles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: Tensor, rows: int, ranks: int, **handles: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(rows, ranks, x.shape[1]), x.new_empty(0)
 
 
@@ -307,15 +304,13 @@ def _remember(
     ctx.alive = operator.find(keyword_only_inputs["swap_handle"])
 
 
-def _heads_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _heads_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     rows, ranks, _ = ctx.shape
     dx, _ = gather_heads(gradient.contiguous(), rows, ranks, **ctx.handles)
     return dx, None
 
 
-def _tokens_back(
-    ctx: Any, gradient: torch.Tensor, later: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def _tokens_back(ctx: Any, gradient: Tensor, later: Tensor) -> tuple[Tensor | None, ...]:
     dx = gather_tokens(gradient.contiguous(), later, **ctx.handles)
     return dx, None, None
 

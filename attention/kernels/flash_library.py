@@ -28,9 +28,9 @@ class Sequences:
 
     Attributes:
         edges_q, edges_k: boundaries of their queries and keys (int32, on the device, same length).
-        longest_q, longest_k: largest number of queries and of keys. left, right: window: number of
-        keys before and after its diagonal key that a query sees (aligned to the bottom right);
-            None: all.
+        longest_q, longest_k: largest number of queries and of keys.
+        left, right: window: number of keys before and after its diagonal key that a query sees
+            (aligned to the bottom right); None: all.
     """
 
     edges_q: Tensor
@@ -60,9 +60,8 @@ class Sequences:
         queries than keys.
         """
         windowed = not self.causal and (self.left, self.right) != (None, None)
-        return max(self.longest_q, 2), max(
-            self.longest_k, self.longest_q
-        ) if windowed else self.longest_k
+        longest_k = max(self.longest_k, self.longest_q) if windowed else self.longest_k
+        return max(self.longest_q, 2), longest_k
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Sequences, Options], tuple[Tensor, Tensor]]
@@ -77,10 +76,12 @@ class Library:
     """A flash attention library.
 
     Attributes:
-        name: name for messages. missing: returns why the library is not available, or None.
+        name: name for messages.
+        missing: returns why the library is not available, or None.
         refusal: returns why it does not support a request on a GPU of some capability, or None.
         forward, backward: its functions. Results for queries without keys and keys without queries
-        may be arbitrary. workspace: returns the bytes that its backward allocates (see `contract`).
+            may be arbitrary.
+        workspace: returns the bytes that its backward allocates (see `contract`).
         made_for_hopper: whether it reaches the speed of Hopper or Blackwell GPUs.
     """
 
@@ -119,12 +120,9 @@ def too_large(request: KernelRequest, largest: int) -> str | None:
 
 def float32_workspace(sizes: BackwardSizes) -> int:
     """Returns the workspace of flash-attn 3 and 4: dQ, and with GQA dK and dV, in float32."""
-    grouped = (
-        2 * 4 * sizes.keys * sizes.kv_heads * sizes.request.head_dim
-        if sizes.heads > sizes.kv_heads
-        else 0
-    )
-    return sizes.float32_queries + grouped
+    if sizes.heads <= sizes.kv_heads:
+        return sizes.float32_queries
+    return sizes.float32_queries + 2 * 4 * sizes.keys * sizes.kv_heads * sizes.request.head_dim
 
 
 def shared_options(
