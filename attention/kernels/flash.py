@@ -218,7 +218,7 @@ def _fill(rows: Tensor | None, *tensors: tuple[Tensor, float]) -> None:
 
 def _plans_for(q: Tensor, k: Tensor, segments: Segments) -> tuple[_LibraryCall, ...]:
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None
-    return _plans(tuple(segments), len(q), len(k), device=q.device, stream=stream)
+    return _plans(tuple(segments), len(q), len(k), q.device, stream)  # keywords slow its cache
 
 
 # All layers and both passes use the same segments; a classic ring of 64 has up to 127 tuples of
