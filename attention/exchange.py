@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longctx.arguments import ArgumentError, checked, kind, or_none
 
@@ -66,7 +67,7 @@ class Exchange:
     `where` names micro-batch, layer and pass for error messages.
     """
 
-    held: list[torch.Tensor] | None = None
+    held: list[Tensor] | None = None
     """What `hold` got during `beside`, until its end."""
     across: tuple[dist.ProcessGroup, int] | None = None
     """Another group of the same ranks, for messages between nodes of so many consecutive ranks;
@@ -78,7 +79,7 @@ class Exchange:
         self.routes: Routes = {}
 
     def start(
-        self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Tensor, rows: Rows
     ) -> "Pending":
         """Posts all sends and receives and returns without waiting. Raises ExchangeError if that
         fails.
@@ -88,24 +89,24 @@ class Exchange:
             incoming: buffer [Σ rows, width] for the received messages, in the order of `rows`.
             rows: (peer, number of rows) of each message to receive.
         """
+        batches: dict[tuple[bool, int], list[dist.P2POp]] = defaultdict(list)
+        for peer, tensor in outgoing:
+            route = self.route(peer)
+            batches[route.order].append(dist.P2POp(dist.isend, tensor, route.peer, route.group))
         parts = incoming.split([count for _, count in rows]) if rows else ()
-        rounds: dict[tuple[bool, int], list[dist.P2POp]] = defaultdict(list)
-        for operation, messages in (
-            (dist.isend, outgoing),
-            (dist.irecv, zip((peer for peer, _ in rows), parts, strict=True)),
-        ):
-            for peer, tensor in messages:
-                route = self.route(peer)
-                rounds[route.order].append(dist.P2POp(operation, tensor, route.peer, route.group))
+        for (peer, _), part in zip(rows, parts, strict=True):
+            route = self.route(peer)
+            batches[route.order].append(dist.P2POp(dist.irecv, part, route.peer, route.group))
         peers = sorted({peer for peer, _ in (*outgoing, *rows)})
         _Beside.end_others()
+        works: list[dist.Work] = []
         try:
-            works = [
-                work for order in sorted(rounds) for work in dist.batch_isend_irecv(rounds[order])
-            ]
+            for order in sorted(batches):
+                works += dist.batch_isend_irecv(batches[order])
         except RuntimeError as error:
             raise self._failure(peers, error) from error
-        return Pending(self, works, incoming, [tensor for _, tensor in outgoing], peers)
+        sent = [tensor for _, tensor in outgoing]
+        return Pending(self, works, incoming=incoming, sent=sent, peers=peers)
 
     def route(self, peer: int) -> "Route":
         """Returns the way of messages to and from `peer`, found once."""
@@ -130,7 +131,7 @@ class Exchange:
 
         return end
 
-    def hold(self, *tensors: torch.Tensor) -> None:
+    def hold(self, *tensors: Tensor) -> None:
         """Keeps tensors until the end of `beside`: a GPU's stream may still read their memory, so
         it must not be used again."""
         if self.held is not None:
@@ -142,14 +143,16 @@ class Exchange:
         A batch has OPERATIONS_PER_BATCH / 4 distances, each with two peers, to which a rank sends
         and from which it receives.
         """
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        ranks = dist.get_world_size(self.group)
+        rank = dist.get_rank(self.group)
         group, node = self.across or (self.group, ranks)
         if peer // node == rank // node:
             group = self.group
         distance = min((peer - rank) % ranks, (rank - peer) % ranks)
         batch = (distance - 1) // (OPERATIONS_PER_BATCH // 4)
-        whole = peer if self.group is None else dist.get_global_rank(self.group, peer)
-        return Route((group is not self.group, batch), whole, group)
+        if self.group is not None:
+            peer = dist.get_global_rank(self.group, peer)
+        return Route((group is not self.group, batch), peer, group)
 
     def _failure(self, peers: list[int], error: Exception) -> ExchangeError:
         rank = dist.get_rank(self.group)
@@ -182,7 +185,8 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None
     Raises ExchangeError if a message fails or times out (on gloo), or is not from the neighbor.
     """
     try:
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
     except ValueError as error:
         text = (
             "torch.distributed is not initialized, so there is no group: call "
@@ -191,14 +195,12 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None
         raise ArgumentError(text) from error
     if ranks == 1:
         return
-    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    after = (rank + 1) % ranks
+    before = (rank - 1) % ranks
     numbers = torch.tensor([[rank], [-1]], device=device)
-    received = (
-        Exchange(group, "the warm-up")
-        .start([(after, numbers[:1])], numbers[1:], [(before, 1)])
-        .wait()
-        .item()
-    )
+    exchange = Exchange(group, "the warm-up")
+    pending = exchange.start([(after, numbers[:1])], numbers[1:], [(before, 1)])
+    received = pending.wait().item()
     if received != before:
         raise ExchangeError(
             f"rank {rank} of the group received a message of rank {received} from rank {before} in "
@@ -261,19 +263,17 @@ class Pending:
         self,
         exchange: Exchange,
         works: list[dist.Work],
-        incoming: torch.Tensor,
-        sent: list[torch.Tensor],
+        incoming: Tensor,
+        sent: list[Tensor],
         peers: list[int],
     ) -> None:
-        self.exchange, self.works, self.incoming, self.sent, self.peers = (
-            exchange,
-            works,
-            incoming,
-            sent,
-            peers,
-        )
+        self.exchange = exchange
+        self.works = works
+        self.incoming = incoming
+        self.sent = sent
+        self.peers = peers
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Returns the buffer of the received messages.
 
         On gloo, blocks until every message has been sent and received, and raises ExchangeError

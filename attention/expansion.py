@@ -3,12 +3,12 @@ compute both from it.
 
 Ring attention then sends what they keep. Received rows are expanded where they are attended, call
 by call, and again in backward, where autograd differentiates the expansion: the gradients of rows
-return to their owners, and those of its weights are summed in float32 on the rank that expanded
+return to their owners, and gradients of its weights are summed in float32 on the rank that expanded
 them. A rank's own rows are expanded once, by the model.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class Expansion(Protocol):
-    """Computes K and V of each token from the two tensors that a model keeps of it. `number`: see
+    """Computes K and V of each token from the two tensors that a model keeps of it. `handle`: see
     `operator.register`."""
 
-    number: int
+    handle: int
 
     def expand(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Returns k and v [tokens, kv_heads, head_dim], each row from one row of both [tokens, ..],
@@ -49,34 +49,35 @@ class Expanding:
     """The expansion of one pass on one rank; sums the gradients of its weights."""
 
     def __init__(self, expansion: Expansion, autocast: bool) -> None:
-        self.expansion, self.autocast = expansion, autocast
+        self.expansion = expansion
+        self.autocast = autocast
         self.sums: list[Tensor] = []
 
     def keys(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of received rows."""
-        with (
-            torch.autocast(first.device.type, first.dtype, cache_enabled=False)
-            if self.autocast
-            else nullcontext()
-        ):
+        if not self.autocast:
+            return self.expansion.expand(first, second)
+        with torch.autocast(first.device.type, first.dtype, cache_enabled=False):
             return self.expansion.expand(first, second)
 
     @contextmanager
     def differentiable(self) -> Iterator[None]:
         """Records what is computed for autograd, which custom operators leave out."""
-        included, excluded = (
-            torch._C._dispatch_tls_local_include_set(),
-            torch._C._dispatch_tls_local_exclude_set(),
-        )
+        included = torch._C._dispatch_tls_local_include_set()
+        excluded = torch._C._dispatch_tls_local_exclude_set()
         excluded = excluded.remove(torch._C.DispatchKey.AutogradFunctionality)
         with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
             yield
 
     def gradients(
-        self, rows: list[Tensor], keys: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor
+        self,
+        rows: tuple[Tensor, Tensor],
+        keys: tuple[Tensor, Tensor],
+        dk: Tensor,
+        dv: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of both tensors `rows`, of which `keys` were computed, and adds
-        those of the weights."""
+        """Returns the gradients of both tensors `rows`, of which `keys` were computed, and adds the
+        weights' gradients to their sums."""
         weights = self.expansion.weights()
         with self.differentiable():
             gradients = torch.autograd.grad(
@@ -90,7 +91,7 @@ class Expanding:
         """Returns the sums of the gradients of the weights, in float32 or wider."""
         if not self.sums:
             self.sums = [
-                torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
-                for each in weights
+                torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+                for weight in weights
             ]
         return self.sums

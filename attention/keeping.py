@@ -1,4 +1,4 @@
-"""Keeping: forward of a recomputed block hands the outputs of our operators to its recomputation,
+"""Keeping: saves our operators' outputs in forward and replays them when the block is recomputed,
 so that neither attention nor its exchange runs twice.
 
 Torch's own selective recomputation does so by a Python mode, which every operation of both passes
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-import torch
+from torch import Tensor
 
 _now = threading.local()
 
@@ -23,10 +23,12 @@ class _Keeping(AbstractContextManager[None]):
     """Keeps what operators return, or with `again` returns it in their place, in the same order."""
 
     def __init__(self, outputs: deque[Any], again: bool) -> None:
-        self.outputs, self.again = outputs, again
+        self.outputs = outputs
+        self.again = again
 
     def __enter__(self) -> None:
-        self.outer, _now.keeping = getattr(_now, "keeping", None), self
+        self.outer = getattr(_now, "keeping", None)
+        _now.keeping = self
 
     def __exit__(
         self,
@@ -36,9 +38,10 @@ class _Keeping(AbstractContextManager[None]):
     ) -> None:
         _now.keeping = self.outer
 
-    def run(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, compute: Callable[[], Any]) -> Any:
+        """Returns the outputs of an operator, which `compute` runs if they are not kept yet."""
         if not self.again:
-            out = operator(*arguments)
+            out = compute()
             self.outputs.append(_detached(out))
             return out
         if not self.outputs:
@@ -61,9 +64,11 @@ def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Lets recomputation return what forward returned, instead of running the operator again."""
 
     @functools.wraps(operator)
-    def keeping(*arguments: Any) -> Any:
+    def keeping(*arguments: Any, **named: Any) -> Any:
         now = getattr(_now, "keeping", None)
-        return operator(*arguments) if now is None else now.run(operator, arguments)
+        if now is None:
+            return operator(*arguments, **named)
+        return now.run(functools.partial(operator, *arguments, **named))
 
     return keeping
 
@@ -71,4 +76,6 @@ def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
 def _detached(out: Any) -> Any:
     """Returns the same values in other tensors, since autograd writes their history into those that
     are returned."""
-    return out.detach() if isinstance(out, torch.Tensor) else tuple(each.detach() for each in out)
+    if isinstance(out, Tensor):
+        return out.detach()
+    return tuple(x.detach() for x in out)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from longctx.arguments import Rule, check_arguments, flag, mapping_of, or_none, sequence_of, whole
 from longctx.attention.segments import Segment
@@ -92,27 +93,27 @@ class Mask:
         document."""
         prompt = min(self.prefix.get(document, 0), length)
         sinks = min(self.sinks, length)
-        lo = None if self.window is None else 1 - self.window
-        hi = 0 if self.causal else None if self.window is None else self.window - 1
-        whole = Segment(0, length, 0, length, lo, hi)
+        unlimited = Segment(0, length, 0, length, hi=0 if self.causal else None)
+        whole = unlimited
+        if self.window is not None:
+            after = 0 if self.causal else self.window - 1
+            whole = unlimited._replace(lo=1 - self.window, hi=after)
         if not (prompt or sinks or self.blocks or self.hidden) and length:
             return [whole.cut((0, length), (0, length))]
         rest = prompt, length
         areas = [
             Segment(0, prompt, 0, prompt),
-            Segment(0, length, 0, length, None, 0 if self.causal else None).cut(rest, (0, sinks)),
+            unlimited.cut(rest, (0, sinks)),
             whole.cut(rest, (sinks, length)),
         ]
-        areas += [
-            Segment(*span, *span, 1, None).cut(span, span) for span in self.blocks.get(document, ())
-        ]
-        if hidden := self.hidden.get(document):
+        for start, stop in self.blocks.get(document, ()):
+            later = Segment(start, stop, start, stop, lo=1)
+            areas.append(later.cut((start, stop), (start, stop)))
+        hidden = self.hidden.get(document)
+        if hidden:
             ends = [0, *(end for span in hidden for end in span), length]
-            areas = [
-                area.cut((0, length), seen)
-                for area in areas
-                for seen in zip(ends[::2], ends[1::2], strict=True)
-            ]
+            seen = list(zip(ends[::2], ends[1::2], strict=True))
+            areas = [area.cut((0, length), keys) for area in areas for keys in seen]
         return [area for area in areas if not area.empty]
 
     def tree_areas(self, document: int, tree: Tree) -> list[Segment]:
@@ -122,7 +123,8 @@ class Mask:
         Raises MaskError if a token would see later ones that are not on all paths through the
         token.
         """
-        prompt, root = self.prefix.get(document, 0), tree.lengths[0]
+        prompt = self.prefix.get(document, 0)
+        root = tree.lengths[0]
         if self.blocks.get(document) or self.hidden.get(document):
             raise MaskError(
                 f"document {document} is a tree and has blocks or hidden tokens, which do not go "
@@ -142,19 +144,16 @@ class Mask:
             path = self.areas(document, node.positions[1])
             # Without a window, all tokens below a node see it whole.
             for other in tree.path(number) if self.window is not None else [node]:
-                cuts = (area.cut(node.positions, other.positions) for area in path)
-                areas += [
-                    _moved(cut, node.start - node.above, other.start - other.above)
-                    for cut in cuts
-                    if not cut.empty
-                ]
+                for area in path:
+                    cut = area.cut(node.positions, other.positions)
+                    if not cut.empty:
+                        queries, keys = node.start - node.above, other.start - other.above
+                        areas.append(_moved(cut, queries=queries, keys=keys))
             if self.window is None and node.stop < node.end:
                 areas.append(Segment(node.stop, node.end, node.start, node.stop))
         return areas
 
-    def visible(
-        self, document: int, length: int, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
+    def visible(self, document: int, length: int, device: torch.device | str = "cpu") -> Tensor:
         """Returns a boolean tensor [length, length]: the keys that each query sees. Dense, for
         references and tests."""
         query = torch.arange(length, device=device).unsqueeze(1)
@@ -173,10 +172,14 @@ class Mask:
         return seen
 
 
-def _moved(area: Segment, queries: int, keys: int) -> Segment:
+def _moved(area: Segment, *, queries: int, keys: int) -> Segment:
     """Returns an area whose queries and keys are so much later."""
-    starts = area.q_start + queries, area.q_stop + queries, area.k_start + keys, area.k_stop + keys
-    return Segment(*starts, area.lo, area.hi)
+    return area._replace(
+        q_start=area.q_start + queries,
+        q_stop=area.q_stop + queries,
+        k_start=area.k_start + keys,
+        k_stop=area.k_stop + keys,
+    )
 
 
 CAUSAL = Mask()

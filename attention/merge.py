@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from longctx.attention.kernels.triton import device_tiles
 from longctx.attention.segments import Segments
@@ -20,10 +21,10 @@ ROWS = 32
 
 
 def merge_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
     segments: Segments,
 ) -> None:
     """Merges a partial result into the running result for the queries in `segments`, in place.
@@ -33,35 +34,37 @@ def merge_(
     result, so two values of -inf never meet.
     """
     fused = out.is_cuda and out.dtype == torch.float32 and _has_triton()
-    (merge_fused_ if fused else merge_plain_)(out, lse, part, part_lse, segments)
+    merge = merge_fused_ if fused else merge_plain_
+    merge(out, lse, part=part, part_lse=part_lse, segments=segments)
 
 
 def merge_plain_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
     segments: Segments,
 ) -> None:
     """Implements `merge_` with PyTorch operations, for any device and dtype."""
     for segment in segments:
         rows = segment.queries
         total = torch.logaddexp(lse[rows], part_lse[rows])
-        keep, add = (lse[rows] - total).exp_(), (part_lse[rows] - total).exp_()
+        keep = (lse[rows] - total).exp_()
+        add = (part_lse[rows] - total).exp_()
         out[rows].mul_(keep.unsqueeze(-1)).addcmul_(part[rows].to(out.dtype), add.unsqueeze(-1))
         lse[rows] = total
 
 
 def merge_fused_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
     segments: Segments,
 ) -> None:
     """Implements `merge_` as one Triton launch; out and lse must be float32, with contiguous last
     dimension of out."""
-    tiles = device_tiles(segments, False, ROWS, ROWS, out.device)
+    tiles = device_tiles(segments, by_keys=False, rows=ROWS, columns=ROWS, device=out.device)
     heads, dim = out.shape[1:]
     programs = tiles.table.shape[0] * heads
     if not programs:

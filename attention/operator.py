@@ -3,18 +3,22 @@ around the queries.
 
     begin     posts the first messages of K and V, which travel while the queries are computed
     forward   computes attention
-    backward  computes the gradients of the queries; those of K and V return beside the
+    backward  computes the gradients of the queries; the gradients of K and V return beside the
               queries' own backward
-    finish    waits for them
+    finish    waits for the gradients of K and V
 
 They are opaque to torch.compile, and selective recomputation can keep their outputs, so attention
-and its exchange never run twice. Schedule, communicator and kernel of a micro-batch are looked up
-by a number, because an integer passes through compilation without a guard on the micro-batch.
+and its exchange never run twice. An operator takes an integer, the handle of the micro-batch's
+attention: torch.compile does not guard on it, so all micro-batches share one program.
+
+The first messages of a pass are under way once `begin` returns. Its output, the ticket, is an empty
+tensor that stands for them: `forward` takes it, and its gradient tells `finish` that `backward` has
+run.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,63 +34,84 @@ from longctx.attention.ring_pass import Ring, RingPass, layer_name
 from longctx.attention.segment_builder import Call
 
 _live: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = itertools.count()
+_handles = itertools.count()
 NO_EXPANSION = -1
-"""In place of the number of an `Expansion`: K and V travel."""
-PLAIN: tuple[Any, ...] = [], [], NO_EXPANSION, False
-"""Arguments of `forward` without an expansion."""
+"""In place of the handle of an `Expansion`: K and V travel."""
 
 
 class BegunForward(NamedTuple):
     """A forward pass whose first messages are under way, the buffer for received K and V, and the
     steps that are left."""
 
-    this: RingPass
-    kept: Tensor
+    ring_pass: RingPass
+    kept_rows: Tensor
     steps: Iterator[tuple[Tensor | None, tuple[Call, ...]]]
 
     @classmethod
     def on(cls, ring: Ring, k: Tensor, v: Tensor, layer: int) -> "BegunForward":
-        this = RingPass(ring, layer, "forward", k, v)
-        kept = k.new_empty(this.schedule.received_rows if ring.keep_kv else 0, this.width)
-        steps = this.steps(k, v, kept, fetch=True)
-        return cls(this, kept, itertools.chain([next(steps)], steps))
+        ring_pass = RingPass(ring, layer, name="forward", k=k, v=v)
+        rows = ring_pass.schedule.received_rows if ring.keep_kv else 0
+        kept_rows = k.new_empty(rows, ring_pass.width)
+        steps = ring_pass.steps(k, v, kept_rows, fetch=True)
+        return cls(ring_pass, kept_rows, itertools.chain([next(steps)], steps))
 
 
 class Unfinished(NamedTuple):
     """A backward pass whose gradients of K and V, in the accumulation dtype, are complete after
     `end`; None: they are now."""
 
-    this: RingPass
+    ring_pass: RingPass
     dk: Tensor
     dv: Tensor
     end: Callable[[], None] | None
 
 
 unfinished: dict[tuple[int, int], Unfinished] = {}
-"""By number and layer; keeps the attention alive until `finish`."""
+"""By attention handle and layer; keeps the attention alive until `finish`."""
 
 
 def register(what: object) -> int:
-    """Returns a number for `find` while a reference to `what` exists; autograd holds one, except
+    """Returns a handle for `find` while a reference to `what` exists; autograd holds one, except
     under torch.compile."""
-    number = next(_numbers)
-    _live[number] = what
-    return number
+    handle = next(_handles)
+    _live[handle] = what
+    return handle
 
 
-def find(number: int) -> Any:
-    """Returns the object registered under `number`; None while torch.compile traces, where the
-    number is symbolic."""
-    if not isinstance(number, int):
+def find(handle: int) -> Any:
+    """Returns the object registered under `handle`; None while torch.compile traces, where the
+    handle is symbolic."""
+    if not isinstance(handle, int):
         return None
-    if number not in _live:
+    if handle not in _live:
         raise RuntimeError(
             "the attention of this micro-batch was freed before backward: under torch.compile, "
             "keep a reference to it until "
             "backward is done"
         )
-    return _live[number]
+    return _live[handle]
+
+
+def expansion_arguments(compressed: Compressed | None) -> dict[str, Any]:
+    """Returns the arguments `rows`, `weights`, `expansion_handle` and `autocast` of an operator."""
+    if compressed is None:
+        return {"rows": [], "weights": [], **NO_EXPANSION_ARGUMENTS}
+    return {
+        "rows": [compressed.first, compressed.second],
+        "weights": compressed.expansion.weights(),
+        "expansion_handle": compressed.expansion.handle,
+        "autocast": compressed.autocast,
+    }
+
+
+NO_EXPANSION_ARGUMENTS = {"expansion_handle": NO_EXPANSION, "autocast": False}
+
+
+def _expanding(expansion_handle: int, autocast: bool) -> Expanding | None:
+    """Returns the expansion that these arguments of an operator name."""
+    if expansion_handle == NO_EXPANSION:
+        return None
+    return Expanding(find(expansion_handle), autocast)
 
 
 def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -94,10 +119,9 @@ def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
-        def watching(*arguments: Any) -> Any:
-            call, layer = arguments[-2:]
-            with find(call).watch(f"attention of {layer_name(layer)}, {name} pass"):
-                return run(*arguments)
+        def watching(*inputs: Any, attention_handle: int, layer: int, **others: Any) -> Any:
+            with find(attention_handle).watch(f"attention of {layer_name(layer)}, {name} pass"):
+                return run(*inputs, attention_handle=attention_handle, layer=layer, **others)
 
         return watching
 
@@ -105,19 +129,19 @@ def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class _Sent(torch.autograd.Function):
-    """Returns x and `begun`. Makes `finish` depend on the gradient of x, so that backward runs it
-    last.
+    """Returns x and the ticket. Makes `finish` depend on the gradient of x, so that backward runs
+    it last.
 
     Autograd alone would do so too, as the node of `finish` is the oldest, but compilers reorder
     independent operations.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, begun: Tensor) -> tuple[Tensor, Tensor]:
-        return x.view_as(x), begun.view_as(begun)
+    def forward(ctx: Any, x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), ticket.view_as(ticket)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor, dbegun: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dx: Tensor, dticket: Tensor) -> tuple[Tensor, Tensor]:
         # A DTensor with tensor parallelism.
         local = dx.to_local() if hasattr(dx, "to_local") else dx
         return dx, local.flatten()[:0]
@@ -127,8 +151,9 @@ def ring_attention(
     queries: Queries,
     k: Tensor,
     v: Tensor,
+    *,
     sink_logits: Tensor | None,
-    call: int,
+    attention_handle: int,
     layer: int,
     after: Tensor | None = None,
     compressed: Compressed | None = None,
@@ -136,37 +161,48 @@ def ring_attention(
     """Returns attention [tokens, heads, v_dim] of the `queries`, which are computed after K and V
     have been sent.
 
-    Backward waits for the gradients of K and V after that of the input of `queries`. `after`: see
-    `begin`. With `compressed`, this travels in place of K and V.
+    In backward dK and dV are awaited after the gradient of the queries' input, whose computation
+    hides them. `after`: see `begin`. With `compressed`, this travels in place of K and V.
     """
-    begun = begin(*((k, v) if compressed is None else compressed[:2]), after, call, layer)
+    first, second = k, v
+    if compressed is not None:
+        first, second = compressed.first, compressed.second
+    ticket = begin(first, second, after, attention_handle=attention_handle, layer=layer)
 
     def sent(x: Tensor) -> Tensor:
-        nonlocal begun
-        if x.requires_grad and begun.requires_grad:
-            x, begun = _Sent.apply(x, begun)  # type: ignore[no-untyped-call]  # torch's own
+        nonlocal ticket
+        if x.requires_grad and ticket.requires_grad:
+            x, ticket = _Sent.apply(x, ticket)  # type: ignore[no-untyped-call]  # torch's own
         return x
 
     q = queries(sent)
-    how = PLAIN
-    if compressed is not None:
-        expansion, sent_rows = compressed.expansion, [*compressed[:2]]
-        how = sent_rows, expansion.weights(), expansion.number, compressed.autocast
-    out: Tensor = forward(q, k, v, sink_logits, begun, *how, call, layer)[0]
+    out: Tensor
+    out, _, _ = forward(
+        q,
+        k,
+        v,
+        sink_logits=sink_logits,
+        ticket=ticket,
+        **expansion_arguments(compressed),
+        attention_handle=attention_handle,
+        layer=layer,
+    )
     return out
 
 
 @torch.library.custom_op("longctx::ring_attention_begin", mutates_args=())
 @kept
 @watched("forward")
-def begin(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tensor:
-    """Posts the first messages of K and V, or of what they are computed from. Returns an empty
-    tensor, whose gradient in `forward` stands for theirs.
+def begin(
+    k: Tensor, v: Tensor, after: Tensor | None, *, attention_handle: int, layer: int
+) -> Tensor:
+    """Posts the first messages of K and V, or of what they are computed from. Returns the ticket of
+    `forward`, whose gradient stands for theirs.
 
     `after` is an empty tensor of another exchange that must come before this one, and after it in
     backward, on every rank: compilers move what does not depend on each other.
     """
-    ring = find(call)
+    ring = find(attention_handle)
     ring.begun[layer] = BegunForward.on(ring, k, v, layer)
     return k.new_empty(0)
 
@@ -179,49 +215,50 @@ def forward(
     k: Tensor,
     v: Tensor,
     sink_logits: Tensor | None,
-    begun: Tensor,
+    ticket: Tensor,
     rows: list[Tensor],
     weights: list[Tensor],
-    expansion: int,
+    *,
+    expansion_handle: int,
     autocast: bool,
-    call: int,
+    attention_handle: int,
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns out [tokens, heads, v_dim], lse [tokens, heads] and the received K and V [rows,
     width].
 
-    The last one is empty without keep_kv. `begun` is the output of `begin`. `layer` is NO_LAYER if
-    unknown. With the number of an `expansion`, its `rows` were sent in place of K and V, and its
-    `weights` get gradients.
+    The last one is empty without keep_kv. `ticket` is the output of `begin`. `layer` is NO_LAYER if
+    unknown. With an expansion, its `rows` were sent in place of K and V, and its `weights` get
+    gradients.
     """
-    started: BegunForward = find(call).begun.pop(layer)
-    started.this.expanding = (
-        None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
-    )
-    return attended(started, q, k, v, sink_logits)
+    started: BegunForward = find(attention_handle).begun.pop(layer)
+    started.ring_pass.expanding = _expanding(expansion_handle, autocast)
+    return attended(started, q, k, v, sink_logits=sink_logits)
 
 
 def attended(
-    started: BegunForward, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None
+    started: BegunForward, q: Tensor, k: Tensor, v: Tensor, *, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the results of `forward` once K and V are on their way."""
-    this, received_rows, steps = started
+    ring_pass, kept_rows, steps = started
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in steps:
-        for part in calls:
-            partial = this.forward(q, k, v, received, part)
+        for call in calls:
+            part, part_lse = ring_pass.forward(q, k, v, received=received, call=call)
             if result is None:
-                result = this.widened(partial[0]), partial[1]
+                result = ring_pass.widened(part), part_lse
             else:
-                merge_(*result, *partial, part.segments)
+                out, lse = result
+                merge_(out, lse, part=part, part_lse=part_lse, segments=call.segments)
         del received  # holds at most the rows of this round and the next one
     if result is None:  # this rank has no tokens in this micro-batch
-        result = this.forward(q, k, v, None, Call(None, ()))
+        result = ring_pass.forward(q, k, v, received=None, call=Call(None, ()))
     out, lse = result
     if sink_logits is not None:
         total = torch.logaddexp(lse, sink_logits.to(lse.dtype))
-        out, lse = out * (lse - total).exp_().unsqueeze(-1), total
-    return out.to(q.dtype), lse, received_rows
+        share = (lse - total).exp_()
+        out, lse = out * share.unsqueeze(-1), total
+    return out.to(q.dtype), lse, kept_rows
 
 
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
@@ -233,105 +270,113 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Tensor,
+    kept_rows: Tensor,
     frozen: bool,
     rows: list[Tensor],
     weights: list[Tensor],
-    expansion: int,
+    *,
+    expansion_handle: int,
     autocast: bool,
-    call: int,
+    attention_handle: int,
     layer: int,
 ) -> list[Tensor]:
     """Returns dq. Runs the calls of the forward pass with the final out and log-sum-exp; `finish`
     returns dk and dv.
 
     With `frozen` K and V, which need no gradient, it waits for the gradients of other ranks itself:
-    `finish` is not called. With an `expansion`, also returns dk and dv of this rank's own keys and
-    the gradients of the weights; `finish` then returns those of the rows that other ranks attended
-    to.
+    `finish` is not called. With an expansion, also returns dk and dv of this rank's own keys and
+    the gradients of the weights; `finish` then returns the gradients of the rows that other ranks
+    attended to.
 
     Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq =
     scale · dS k, dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse;
-    those of remote rows travel in q's dtype.
+    gradients of remote rows travel in q's dtype.
     """
-    sent = (rows[0], rows[1]) if rows else (k, v)
-    this = RingPass(find(call), layer, "backward", *sent)
-    this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
-    sums, of_rows = list[Tensor](), this.zeros(*rows)
-    round_numbers, returning = itertools.count(), list[Iterator[None]]()
-    for received, calls in this.steps(*sent, kept, fetch=not this.ring.keep_kv):
-        remote = None if received is None else this.zeros_for(received, calls)
-        for part in calls:
-            gradients = this.backward(dout, q, k, v, out, lse, received, part)
+    sent_k, sent_v = rows if rows else (k, v)
+    ring_pass = RingPass(find(attention_handle), layer, name="backward", k=sent_k, v=sent_v)
+    ring_pass.expanding = _expanding(expansion_handle, autocast)
+    sums = list[Tensor]()  # dq, dk and dv of this rank's own keys
+    of_rows = ring_pass.zeros(rows)
+    round_numbers = itertools.count()
+    returning = list[Iterator[None]]()
+    steps = ring_pass.steps(sent_k, sent_v, kept_rows, fetch=not ring_pass.ring.keep_kv)
+    for received, calls in steps:
+        remote = None if received is None else ring_pass.zeros_for(received, calls)
+        for call in calls:
+            gradients = ring_pass.backward(
+                dout, q, k, v, out=out, lse=lse, received=received, call=call
+            )
             if not sums and remote is None:  # local keys come first, if there are any
-                sums = [this.widened(gradient).contiguous() for gradient in gradients]
+                sums = [ring_pass.widened(gradient).contiguous() for gradient in gradients]
                 continue
-            sums = sums or this.zeros(q, k, v)
-            _add_call(sums, remote, part, *gradients)
+            sums = sums or ring_pass.zeros([q, k, v])
+            _add_call(sums, gradients, call, remote=remote)
         if remote is not None:
-            sums = sums or this.zeros(q, k, v)  # of a rank that has keys, but no queries
+            sums = sums or ring_pass.zeros([q, k, v])  # of a rank that has keys, but no queries
+            dk, dv = of_rows or sums[1:]
+            back = ring_pass.send_back(next(round_numbers), remote.to(k.dtype), dk=dk, dv=dv)
             # Each computed round advances the returns by one hop: this hides messages and bounds
             # those in flight.
-            returning = _advanced(
-                [
-                    this.send_back(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:])),
-                    *returning,
-                ]
-            )
+            returning = _advanced([back, *returning])
         del received, remote
-    dq, dk, dv = sums or this.zeros(q, k, v)
+    dq, dk, dv = sums or ring_pass.zeros([q, k, v])
     if frozen:
         _finish_all(returning)
     else:
-        end = (
-            this.exchange.beside(functools.partial(_finish_all, returning), k.device)
-            if returning
-            else None
-        )
-        own_rows = (of_rows[0], of_rows[1]) if of_rows else (dk, dv)
-        unfinished[call, layer] = Unfinished(this, *own_rows, end)
-    if this.expanding is None:
+        end = None
+        if returning:
+            end = ring_pass.exchange.beside(functools.partial(_finish_all, returning), k.device)
+        row_dk, row_dv = of_rows or (dk, dv)
+        unfinished[attention_handle, layer] = Unfinished(ring_pass, row_dk, row_dv, end)
+    if ring_pass.expanding is None:
         return [dq.to(q.dtype)]
-    summed = zip([dq, dk, dv, *this.expanding.sums_for(weights)], [q, k, v, *weights], strict=True)
-    return [total.to(each.dtype) for total, each in summed]
+    totals = [dq, dk, dv, *ring_pass.expanding.sums_for(weights)]
+    return [total.to(x.dtype) for total, x in zip(totals, [q, k, v, *weights], strict=True)]
 
 
 @torch.library.custom_op("longctx::ring_attention_finish", mutates_args=())
 @watched("backward")
-def finish(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Returns dk and dv once those of other ranks are added. `begun` is the gradient of what
-    `begin` returns."""
-    left = unfinished.pop((call, layer))
+def finish(
+    ticket: Tensor, k: Tensor, v: Tensor, *, attention_handle: int, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Returns dk and dv once the gradients from other ranks are added. `ticket`: the ticket's
+    gradient."""
+    left = unfinished.pop((attention_handle, layer))
     if left.end is not None:
         left.end()
     return left.dk.to(k.dtype), left.dv.to(v.dtype)
 
 
 def _add_call(
-    sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor, dk: Tensor, dv: Tensor
+    sums: list[Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    call: Call,
+    *,
+    remote: Tensor | None,
 ) -> None:
-    """Adds a call's gradients to `sums` of dq, dk and dv; dk and dv of received rows to `remote`
-    [rows, width] instead."""
+    """Adds a call's dq, dk and dv to `sums`; dk and dv of received rows to `remote` [rows, width]
+    instead."""
+    dq, dk, dv = gradients
     sums[0] += dq
-    if remote is None or part.rows is None:
+    if remote is None or call.rows is None:
         sums[1] += dk
         sums[2] += dv
         return
     packed = torch.cat([dk.flatten(1), dv.flatten(1)], dim=1).to(remote.dtype)
-    if part.again:
-        part.rows.add(remote, packed)
+    if call.again:
+        call.rows.add(remote, packed)
     else:
-        part.rows.write(remote, packed)
+        call.rows.write(remote, packed)
 
 
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
-    """Advances each iterator by one step, in the same order on every rank, and returns those that
-    are not finished."""
+    """Advances each iterator by one step, in the same order on every rank, and returns the
+    unfinished ones."""
     return [hops for hops in returning if next(hops, DONE) is not DONE]
 
 
 def _finish_all(returning: list[Iterator[None]]) -> None:
-    """Posts the hops that are left, and adds the gradients that they return to those of K and V."""
+    """Posts the hops that are left, and adds what they return to the gradients of K and V."""
     while returning:
         returning = _advanced(returning)
 
@@ -340,7 +385,7 @@ DONE = object()
 
 
 @begin.register_fake
-def _(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tensor:
+def _(k: Tensor, v: Tensor, after: Tensor | None, **handles: Any) -> Tensor:
     return k.new_empty(0)
 
 
@@ -350,14 +395,15 @@ def _(
     k: Tensor,
     v: Tensor,
     sink_logits: Tensor | None,
-    begun: Tensor,
+    ticket: Tensor,
     rows: list[Tensor],
-    *others: Any,
+    weights: list[Tensor],
+    **handles: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     received = torch.library.get_ctx().new_dynamic_size()
-    kept = k.new_empty(received, sum(each.shape[1:].numel() for each in rows or [k, v]))
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse, kept
+    kept_rows = k.new_empty(received, sum(sent.shape[1:].numel() for sent in rows or [k, v]))
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse, kept_rows
 
 
 @backward.register_fake
@@ -368,53 +414,85 @@ def _(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Tensor,
-    *others: Any,
+    kept_rows: Tensor,
+    frozen: bool,
+    rows: list[Tensor],
+    weights: list[Tensor],
+    **handles: Any,
 ) -> list[Tensor]:
-    _, rows, weights, *_ = others
-    return [each.new_empty(each.shape) for each in ([q, k, v, *weights] if rows else [q])]
+    return [x.new_empty(x.shape) for x in ([q, k, v, *weights] if rows else [q])]
 
 
 @finish.register_fake
-def _(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tensor, Tensor]:
+def _(ticket: Tensor, k: Tensor, v: Tensor, **handles: Any) -> tuple[Tensor, Tensor]:
     return k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def setup_begin(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    k, v, _, ctx.number, ctx.layer = inputs
+Handles = Mapping[str, Any]
+"""The keyword arguments of an operator, which are no tensors: of `forward` and of its `backward`,
+and of `begin` and its `finish`, they are the same."""
+
+
+def setup_begin(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Handles, output: Tensor
+) -> None:
+    """Saves what `begin_gradients` needs."""
+    k, v, _ = inputs
+    ctx.handles = keyword_only_inputs
     ctx.save_for_backward(k, v)
 
 
-def key_gradients(ctx: Any, begun: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradient of `begin`: calls `finish`."""
-    dk, dv = run(finish, begun, *ctx.saved_tensors, ctx.number, ctx.layer)
-    return dk, dv, dk[:0].flatten() if ctx.needs_input_grad[2] else None, None, None
+def begin_gradients(ctx: Any, dticket: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of `begin`'s tensors: calls `finish`."""
+    k, v = ctx.saved_tensors
+    dk, dv = run(finish, dticket, k, v, **ctx.handles)
+    return dk, dv, dk[:0].flatten() if ctx.needs_input_grad[2] else None
 
 
-begin.register_autograd(key_gradients, setup_context=setup_begin)
-
-
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sink_logits, _, rows, weights, *ctx.expansion, ctx.number, ctx.layer = inputs
+def setup_forward(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: Handles,
+    output: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Saves what `forward_gradients` needs."""
+    q, k, v, sink_logits, _, rows, weights = inputs
+    ctx.handles = keyword_only_inputs
     ctx.rows = len(rows)
-    ctx.save_for_backward(q, k, v, sink_logits, *output, *rows, *weights)
-    ctx.alive = find(ctx.number)
+    saved = [q, k, v, sink_logits, *output, *rows, *weights]
+    ctx.save_for_backward(*saved)
+    ctx.alive = find(keyword_only_inputs["attention_handle"])
     # Otherwise torch allocates zero gradients as large as the kept K and V.
     ctx.set_materialize_grads(False)
 
 
-def gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...]:
-    q, k, v, sink_logits, out, lse, kept, *others = ctx.saved_tensors
+def forward_gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...]:
+    """Returns the gradients of `forward`'s tensors: calls `backward`."""
+    q, k, v, sink_logits, out, lse, kept_rows, *others = ctx.saved_tensors
     rows, weights = others[: ctx.rows], others[ctx.rows :]
-    dout, how = dout.contiguous(), (rows, weights, *ctx.expansion, ctx.number, ctx.layer)
-    dq, *gradients = run(backward, dout, q, k, v, out, lse, kept, not ctx.needs_input_grad[4], *how)
-    begun = dq[:0].flatten().to(k.dtype)  # of dq, so that no compiler moves `finish` before
+    dout = dout.contiguous()
+    dq, *gradients = run(
+        backward,
+        dout,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        kept_rows=kept_rows,
+        frozen=not ctx.needs_input_grad[4],
+        rows=rows,
+        weights=weights,
+        **ctx.handles,
+    )
+    dticket = dq[:0].flatten().to(k.dtype)  # of dq, so that no compiler moves `finish` before
     dsink = sink_gradient(sink_logits, dout, out, lse)
     dk, dv, *of_weights = gradients or (None, None)
-    return dq, dk, dv, dsink, begun, [None] * len(rows), of_weights, None, None, None, None
+    return dq, dk, dv, dsink, dticket, [None] * len(rows), of_weights
 
 
-forward.register_autograd(gradients, setup_context=setup_context)
+begin.register_autograd(begin_gradients, setup_context=setup_begin)
+forward.register_autograd(forward_gradients, setup_context=setup_forward)
 
 
 def sink_gradient(
@@ -426,9 +504,9 @@ def sink_gradient(
     return -(shares * (dout * out).sum(-1, dtype=lse.dtype)).sum(0).to(sink_logits.dtype)
 
 
-def unobserved(x: Tensor) -> bool:
-    """Returns whether nothing needs the registered operators: no compiler, no mode that sees
-    operations, no kind of tensor."""
+def bypasses_dispatcher(x: Tensor) -> bool:
+    """Returns whether torch's dispatcher can be skipped: not compiling, no dispatch mode, a plain
+    tensor."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -436,13 +514,14 @@ def unobserved(x: Tensor) -> bool:
     )
 
 
-def run(operator: Any, *arguments: Any) -> Any:
-    """Runs an operator, without torch's registry if it is `unobserved`."""
-    return operator._init_fn(*arguments) if unobserved(arguments[0]) else operator(*arguments)
+def run(operator: Any, first: Tensor, *others: Any, **named: Any) -> Any:
+    """Runs an operator, without torch's dispatcher if `first` bypasses it."""
+    function = operator._init_fn if bypasses_dispatcher(first) else operator
+    return function(first, *others, **named)
 
 
 OPERATORS = [
     torch.ops.longctx.ring_attention_begin.default,
     torch.ops.longctx.ring_attention.default,
 ]
-"""Those that exchange messages in forward."""
+"""The operators that exchange messages in forward."""

@@ -4,21 +4,22 @@ gradients."""
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from longctx.attention.masks import CAUSAL, Mask
 
 
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     lengths: Sequence[int],
     scale: float | None = None,
     *,
     mask: Mask = CAUSAL,
     softcap: float = 0.0,
-    sink_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sink_logits: Tensor | None = None,
+) -> Tensor:
     """Computes attention within each document, dense and in the dtype of q (float64 for a
     reference).
 

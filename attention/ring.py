@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longctx.arguments import Rule, check_arguments, checked, flag, kind, or_none, real, whole
 from longctx.attention import eager, operator
@@ -43,21 +44,21 @@ RULES: dict[str, Rule] = {
 
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     layout: Layout | CrossLayout,
     *,
     group: dist.ProcessGroup | None = None,
     mask: Mask = CAUSAL,
     scale: float | None = None,
     softcap: float = 0.0,
-    sink_logits: torch.Tensor | None = None,
+    sink_logits: Tensor | None = None,
     kernel: str = "auto",
     keep_kv: bool = False,
     deterministic: bool = False,
     ranks_per_node: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Computes attention within every document. Every rank of the domain must call it, with its own
     layout.
 
@@ -68,7 +69,7 @@ def ring_attention(
             head size.
         layout: `plan.layout(micro_batch, rank)`; or a `CrossLayout` for cross-attention, in which
             the queries of a document's target see all keys of its source. q then has the rows of
-            `layout.targets`, k and v those of `layout.sources`.
+            `layout.targets`, k and v the rows of `layout.sources`.
         group: process group of the domain, ranks in order; None uses the default group. Not used if
             no document is split. All its ranks must call `longctx.attention.warm_up(group, device)`
             once before, or NCCL may wait forever.
@@ -141,8 +142,8 @@ class RingAttention(CheckedAttention):
 
         Args:
             across: another group of the same ranks, for messages between nodes if `ranks_per_node`
-                is set: on NCCL these then travel beside those inside a node, not after them. None:
-                all messages use `group`.
+                is set: on NCCL these then travel beside messages inside a node, not after them.
+                None: all messages use `group`.
             device: device of q, k and v.
             exchange: class that moves the rows.
             watch: returns a context manager for the name of a layer's pass, which runs in it.
@@ -153,39 +154,49 @@ class RingAttention(CheckedAttention):
                 "mask=Mask(causal=False)"
             )
         super().__init__(layout, group, device)
-        self.schedule = RingSchedule.build(layout, device, mask, ranks_per_node)
+        self.schedule = RingSchedule.build(layout, device, mask=mask, ranks_per_node=ranks_per_node)
         # A plain truth value, so that torch.compile does not trace the schedule.
         self.exchanges = bool(self.schedule.rounds)
-        self.exchange, self.watch = exchange, watch
-        self.group, self.scale, self.softcap, self.kernel, self.keep_kv = (
-            group,
-            scale,
-            softcap,
-            kernel,
-            keep_kv,
-        )
+        self.exchange = exchange
+        self.watch = watch
+        self.group = group
+        self.scale = scale
+        self.softcap = softcap
+        self.kernel = kernel
+        self.keep_kv = keep_kv
         self.deterministic = deterministic
-        self.across = (across, ranks_per_node) if across is not None and ranks_per_node else None
+        self.across: tuple[dist.ProcessGroup, int] | None = None
+        if across is not None and ranks_per_node:
+            self.across = across, ranks_per_node
         self.routes: Routes = {}
         self.begun: dict[int, operator.BegunForward] = {}
         """Forward passes whose K and V are under way, by layer."""
-        self.number = operator.register(self)
+        self.handle = operator.register(self)
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""
 
     def attend(
         self,
         queries: Queries,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
         layer: int | None,
-        sink_logits: torch.Tensor | None,
-        after: torch.Tensor | None = None,
+        sink_logits: Tensor | None,
+        after: Tensor | None = None,
         compressed: Compressed | None = None,
-    ) -> torch.Tensor:
-        layer = NO_LAYER if layer is None else layer
+    ) -> Tensor:
+        """As in the base class; `after`: see `operator.begin`."""
         # In this order, or torch.compile would make two programs for K and V.
         compressed = compressed if compressed is None or self.exchanges else None
         return eager.ring_attention(
-            queries, k, v, sink_logits, self.number, layer, after, compressed, self.exchanges
+            queries,
+            k,
+            v,
+            sink_logits=sink_logits,
+            attention_handle=self.handle,
+            layer=NO_LAYER if layer is None else layer,
+            after=after,
+            compressed=compressed,
+            exchanges=self.exchanges,
         )

@@ -1,7 +1,7 @@
 """One pass of ring attention on one rank: messages of K and V and of their gradients, and the keys
 of every kernel call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -53,15 +53,17 @@ class RingPass:
 
     expanding: Expanding | None = None
 
-    def __init__(self, ring: Ring, layer: int, name: str, k: Tensor, v: Tensor) -> None:
-        self.ring, self.schedule = ring, ring.schedule
+    def __init__(self, ring: Ring, layer: int, *, name: str, k: Tensor, v: Tensor) -> None:
+        self.ring = ring
+        self.schedule = ring.schedule
         ring.last = f"{layer_name(layer)}, {name} pass"
-        self.exchange = ring.exchange(
-            ring.group, f"micro-batch {ring.schedule.layout.micro_batch}, {ring.last}"
-        )
-        self.exchange.across, self.exchange.routes = ring.across, ring.routes
+        where = f"micro-batch {ring.schedule.layout.micro_batch}, {ring.last}"
+        self.exchange = ring.exchange(ring.group, where)
+        self.exchange.across = ring.across
+        self.exchange.routes = ring.routes
         self.in_flight = 0  # exchanges that were started and not waited for
-        self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
+        self.k_shape = k.shape[1:]
+        self.v_shape = v.shape[1:]
         self.width = self.k_shape.numel() + self.v_shape.numel()
         self.sum_dtype = torch.promote_types(k.dtype, torch.float32)
 
@@ -69,32 +71,35 @@ class RingPass:
         """Returns the options of a kernel call now."""
         scale = q.shape[-1] ** -0.5 if self.ring.scale is None else self.ring.scale
         return Options(
-            scale, self.ring.softcap, self.ring.deterministic, overlapped=self.in_flight > 0
+            scale,
+            softcap=self.ring.softcap,
+            deterministic=self.ring.deterministic,
+            overlapped=self.in_flight > 0,
         )
 
     def widened(self, x: Tensor) -> Tensor:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
         return x.to(self.sum_dtype) if len(self.schedule.calls) > 1 or self.schedule.rounds else x
 
-    def zeros(self, *like: Tensor) -> list[Tensor]:
-        """Returns zeros in the accumulation dtype."""
+    def zeros(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Returns zeros of these shapes in the accumulation dtype."""
         return [x.new_zeros(x.shape, dtype=self.sum_dtype) for x in like]
 
     def zeros_for(self, received: Tensor, calls: tuple[Call, ...]) -> Tensor:
         """Returns zeros for the gradients of received rows; in the accumulation dtype if several
         calls may add to a row."""
-        several = any(part.again for part in calls)
+        several = any(call.again for call in calls)
         return torch.zeros_like(received, dtype=self.sum_dtype if several else received.dtype)
 
     def keys(
-        self, k: Tensor, v: Tensor, received: Tensor | None, part: Call
+        self, k: Tensor, v: Tensor, *, received: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of a call: this rank's own, or those selected from the
         received rows [rows, width]."""
-        if part.rows is None or received is None:
+        if call.rows is None or received is None:
             return k, v
-        rows = self._rows(received, part.rows)
-        return rows if self.expanding is None else self.expanding.keys(*rows)
+        first, second = self._rows(received, call.rows)
+        return (first, second) if self.expanding is None else self.expanding.keys(first, second)
 
     def _rows(self, received: Tensor, rows: RowSet) -> tuple[Tensor, Tensor]:
         """Returns both tensors of received rows [rows, width]."""
@@ -102,11 +107,12 @@ class RingPass:
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, received: Tensor | None, part: Call
+        self, q: Tensor, k: Tensor, v: Tensor, *, received: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
         """Returns out and lse of a kernel call. Raises KernelError if no kernel supports it."""
-        inputs = q, *self.keys(k, v, received, part), part.segments
-        return self._kernel(*inputs).forward(*inputs, self.options(q))
+        k, v = self.keys(k, v, received=received, call=call)
+        kernel = self._kernel(q, k, v, call.segments)
+        return kernel.forward(q, k, v, call.segments, self.options(q))
 
     def backward(
         self,
@@ -114,24 +120,26 @@ class RingPass:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         out: Tensor,
         lse: Tensor,
         received: Tensor | None,
-        part: Call,
+        call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv of a kernel call; of received rows the gradients of what
         travelled."""
-        if self.expanding is None or part.rows is None or received is None:
-            return self._backward(
-                dout, q, *self.keys(k, v, received, part), out, lse, part.segments
-            )
-        rows = [each.detach().requires_grad_() for each in self._rows(received, part.rows)]
+        if self.expanding is None or call.rows is None or received is None:
+            k, v = self.keys(k, v, received=received, call=call)
+            return self._backward(dout, q, k, v, out=out, lse=lse, segments=call.segments)
+        first, second = self._rows(received, call.rows)
+        rows = first.detach().requires_grad_(), second.detach().requires_grad_()
         with self.expanding.differentiable():
-            keys = self.expanding.keys(*rows)
+            k, v = self.expanding.keys(rows[0], rows[1])
         dq, dk, dv = self._backward(
-            dout, q, keys[0].detach(), keys[1].detach(), out, lse, part.segments
+            dout, q, k.detach(), v.detach(), out=out, lse=lse, segments=call.segments
         )
-        return dq, *self.expanding.gradients(rows, keys, dk, dv)
+        dfirst, dsecond = self.expanding.gradients(rows, (k, v), dk, dv)
+        return dq, dfirst, dsecond
 
     def _backward(
         self,
@@ -139,13 +147,13 @@ class RingPass:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         out: Tensor,
         lse: Tensor,
         segments: Segments,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._kernel(q, k, v, segments).backward(
-            dout, q, k, v, out, lse, segments, self.options(q)
-        )
+        kernel = self._kernel(q, k, v, segments)
+        return kernel.backward(dout, q, k, v, out, lse, segments, self.options(q))
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Kernel:
         ring, bands = self.ring, self.schedule.bands
@@ -161,32 +169,25 @@ class RingPass:
         return choose_kernel(ring.kernel, request)
 
     def steps(
-        self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool
+        self, k: Tensor, v: Tensor, kept_rows: Tensor, *, fetch: bool
     ) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
         """Yields (None, calls on local keys), then for each round (received rows, its calls).
 
         The messages of each step are posted before the previous step is computed, so that
-        computation hides them. With keep_kv, rows are received into `kept`; without `fetch`, they
-        are already there.
+        computation hides them. With keep_kv, rows are received into `kept_rows`; without `fetch`,
+        they are already there.
         """
         rounds = self.schedule.rounds
         if not fetch or not rounds:
             yield None, self.schedule.local
-            yield from zip(
-                kept.split([round_.received_rows for round_ in rounds]),
-                (s.calls for s in rounds),
-                strict=True,
-            )
+            for rows, round_ in zip(self._by_round(kept_rows), rounds, strict=True):
+                yield rows, round_.calls
             return
         kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
-        buffers = (
-            kept.split([round_.received_rows for round_ in rounds])
-            if self.ring.keep_kv
-            else [None] * len(rounds)
-        )
-        under_way = {
-            n: self._fetch(*each, kv) for n, each in enumerate(zip(rounds, buffers, strict=True))
-        }
+        buffers = self._by_round(kept_rows) if self.ring.keep_kv else [None] * len(rounds)
+        under_way = {}
+        for number, (round_, buffer) in enumerate(zip(rounds, buffers, strict=True)):
+            under_way[number] = self._fetch(round_, buffer, kv)
         two_levels = self.schedule.two_levels
         for number in range(len(rounds) + 1):
             # All ranks post first hops at the same point, whatever documents they hold, so that
@@ -201,6 +202,10 @@ class RingPass:
                 yield None, self.schedule.local
             else:
                 yield next(under_way.pop(number - 1)), rounds[number - 1].calls
+
+    def _by_round(self, received: Tensor) -> list[Tensor]:
+        """Returns the rows that each round receives."""
+        return list(received.split([round_.received_rows for round_ in self.schedule.rounds]))
 
     def _fetch(
         self, round_: ExchangeRound, buffer: Tensor | None, kv: Tensor
@@ -222,7 +227,9 @@ class RingPass:
             self.in_flight -= 1
         yield incoming
 
-    def send_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
+    def send_back(
+        self, number: int, gradients: Tensor, *, dk: Tensor, dv: Tensor
+    ) -> Iterator[None]:
         """Sends the gradients of a round's rows of K and V back to their owners, and adds those
         that return here to dk and dv.
 
@@ -234,18 +241,14 @@ class RingPass:
             yield
         parts = list(gradients.split([hop.received_rows for hop in round_.hops]))
         while parts:
-            hop, part = round_.hops[len(parts) - 1], parts.pop()
-            outgoing = list(
-                zip(
-                    (peer for peer, _ in hop.receives),
-                    part.split([n for _, n in hop.receives]),
-                    strict=True,
-                )
-            )
+            hop = round_.hops[len(parts) - 1]
+            part = parts.pop()
+            peers = [peer for peer, _ in hop.receives]
+            messages = part.split([count for _, count in hop.receives])
+            outgoing = list(zip(peers, messages, strict=True))
+            incoming = part.new_empty(hop.sent_rows, part.shape[1])
             rows = [(peer, len(sent)) for peer, sent in hop.sends]
-            pending = self.exchange.start(
-                outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows
-            )
+            pending = self.exchange.start(outgoing, incoming, rows)
             self.in_flight += 1
             yield
             returned = pending.wait()
@@ -262,7 +265,6 @@ class RingPass:
 
     def _add(self, hop: Hop, returned: Tensor, total: Tensor) -> None:
         """Adds returned gradients to the rows of `total` that were sent, in place."""
-        for (_, rows), part in zip(
-            hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True
-        ):
+        parts = returned.split([len(rows) for _, rows in hop.sends])
+        for (_, rows), part in zip(hop.sends, parts, strict=True):
             rows.add(total, part.to(total.dtype))

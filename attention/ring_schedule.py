@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -121,28 +122,25 @@ class RingSchedule:
         With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two
         levels.
         """
-        documents, parts = list[_HeldDocument](), list[list[BandPart]]()
+        documents = list[_HeldDocument]()
+        parts = list[list[BandPart]]()
         for queries, keys in layout.pairs:
             # Most documents; only the others have messages.
-            if (
-                queries is keys
-                and queries.degree == 1
-                and queries.tree is None
-                and queries.rounds > 0
-            ):
+            on_one_rank = queries is keys and queries.degree == 1 and queries.rounds > 0
+            if on_one_rank and queries.tree is None:
                 parts.append(whole_parts(mask.areas(keys.document, keys.length), keys.offset))
-            else:
-                documents.append(
-                    document := _HeldDocument.of(queries, keys, layout.rank, mask, ranks_per_node)
-                )
-                parts.append(local_parts(document.own_queries, document.own_keys, document.areas))
-        local = local_calls(parts)
+                continue
+            document = _HeldDocument.of(
+                queries, keys, rank=layout.rank, mask=mask, ranks_per_node=ranks_per_node
+            )
+            documents.append(document)
+            parts.append(local_parts(document.own_queries, document.own_keys, document.areas))
         count = max((document.rounds for document in documents), default=0)
         return cls(
-            layout,
-            local,
-            tuple(_round(documents, number, device) for number in range(count)),
-            bool(ranks_per_node),
+            layout=layout,
+            local=local_calls(parts),
+            rounds=tuple(_round(documents, number, device) for number in range(count)),
+            two_levels=bool(ranks_per_node),
         )
 
 
@@ -160,6 +158,22 @@ def rounds_between(distance: int, nodes: int, rounds: int) -> list[int]:
         1 + round_of((distance - 1) * parts + part + 1, (nodes - 1) * parts + 1, rounds)
         for part in range(parts)
     ]
+
+
+class _Parts(NamedTuple):
+    """Parts [first, stop) of `total` equal parts of every span."""
+
+    first: int = 0
+    stop: int = 1
+    total: int = 1
+
+    def of(self, span: Span) -> Span:
+        begin, end = span
+        length = end - begin
+        return begin + length * self.first // self.total, begin + length * self.stop // self.total
+
+
+ALL = _Parts()
 
 
 @dataclass(frozen=True)
@@ -196,43 +210,47 @@ class _HeldDocument:
 
     @classmethod
     def of(
-        cls, queries: Shard, keys: Shard, rank: int, mask: Mask, ranks_per_node: int | None
+        cls,
+        queries: Shard,
+        keys: Shard,
+        *,
+        rank: int,
+        mask: Mask,
+        ranks_per_node: int | None,
     ) -> "_HeldDocument":
         if queries.rounds < 1:
             raise ValueError(
                 f"rounds is {queries.rounds}: must be at least 1, which gathers everything at once"
             )
         if queries is keys:
-            ranks, seat = list(map(keys.rank_of, range(keys.degree))), keys.ring_index
-            areas = (
-                mask.areas(keys.document, keys.length)
-                if keys.tree is None
-                else mask.tree_areas(keys.document, keys.tree)
-            )
+            ranks = list(map(keys.rank_of, range(keys.degree)))
+            seat = keys.ring_index
+            areas = _areas(mask, keys)
         else:
             ends = [
                 shard.rank_of(index) for shard in (queries, keys) for index in (0, shard.degree - 1)
             ]
-            ranks, seat = list(range(min(ends), max(ends) + 1)), rank - min(ends)
+            ranks = list(range(min(ends), max(ends) + 1))
+            seat = rank - min(ends)
             areas = [Segment(0, queries.length, 0, keys.length)]
-        document = cls(queries, keys, ranks, seat, areas, [])
+        document = cls(queries, keys, ranks=ranks, seat=seat, areas=areas, nodes=[])
+        if ranks_per_node is None:
+            return document
         nodes: dict[int, list[int]] = defaultdict(list)
-        for other in range(len(ranks) if ranks_per_node else 0):
+        for other, its_rank in enumerate(ranks):
             # Other ranks take no part in the document.
             if document.query_spans[other] or document.key_spans[other]:
-                nodes[ranks[other] // (ranks_per_node or 1)].append(other)
+                nodes[its_rank // ranks_per_node].append(other)
         crosses = 1 < len(nodes) < sum(map(len, nodes.values()))
         return replace(document, nodes=list(nodes.values())) if crosses else document
 
     @property
     def own_queries(self) -> list[SpanRows]:
-        return [
-            SpanRows(*span, (self.queries.rows(*span),)) for span in self.query_spans[self.seat]
-        ]
+        return _held_rows(self.queries, self.query_spans[self.seat])
 
     @property
     def own_keys(self) -> list[SpanRows]:
-        return [SpanRows(*span, (self.keys.rows(*span),)) for span in self.key_spans[self.seat]]
+        return _held_rows(self.keys, self.key_spans[self.seat])
 
     @cached_property
     def query_spans(self) -> list[list[Span]]:
@@ -241,36 +259,31 @@ class _HeldDocument:
 
     @cached_property
     def key_spans(self) -> list[list[Span]]:
-        return (
-            self.query_spans
-            if self.queries is self.keys
-            else [_spans_on(self.keys, rank) for rank in self.ranks]
-        )
+        if self.queries is self.keys:
+            return self.query_spans
+        return [_spans_on(self.keys, rank) for rank in self.ranks]
 
     @property
     def rounds(self) -> int:
         """Number of exchange rounds of the document; with two levels one more is for its own
         node."""
-        return (
-            1 + self.queries.rounds if self.nodes else min(self.queries.rounds, len(self.ranks) - 1)
-        )
+        if self.nodes:
+            return 1 + self.queries.rounds
+        return min(self.queries.rounds, len(self.ranks) - 1)
 
-    def needed(
-        self, source: int, targets: Sequence[int], first: int = 0, stop: int = 1, parts: int = 1
-    ) -> list[Span]:
+    def needed(self, source: int, targets: Sequence[int], parts: _Parts = ALL) -> list[Span]:
         """Returns the positions of seat `source` that queries of `targets` see: disjoint spans,
         ascending.
 
-        Only those in parts [first, stop) of `parts` equal parts of every span of the seat.
+        Only those in these parts of every span of the seat.
         """
-        cut = [
-            (begin + (end - begin) * first // parts, begin + (end - begin) * stop // parts)
-            for begin, end in self.key_spans[source]
-        ]
-        seen = self._seen_by(tuple(targets))
-        return [
-            (max(a, c), min(b, d)) for a, b in cut for c, d in seen if a < d and c < b and a < b
-        ]
+        spans = []
+        for held in self.key_spans[source]:
+            begin, end = parts.of(held)
+            for start, stop in self._seen_by(tuple(targets)):
+                if start < end and begin < stop and begin < end:
+                    spans.append((max(begin, start), min(end, stop)))
+        return spans
 
     def _seen_by(self, targets: tuple[int, ...]) -> list[Span]:
         """Returns all positions that queries of `targets` see; many messages have the same
@@ -289,57 +302,85 @@ class _HeldDocument:
 
     def messages(self, number: int) -> Iterator[_Message]:
         """Yields all messages that this rank sends and receives in a round."""
-        seats, mine, rounds = len(self.ranks), self.seat, self.queries.rounds
-        node = self._node_of(mine)
-        for other in self.nodes[node] if self.nodes else range(seats):
+        if not self.nodes:
+            yield from self._direct(range(len(self.ranks)), number)
+            return
+        node = self._node_of(self.seat)
+        if number == 0:
+            yield from self._direct(self.nodes[node], number)
+            return
+        for peer in range(len(self.nodes)):
+            sent = self._parts_in(number, (peer - node) % len(self.nodes))
+            if sent is not None:
+                yield from self._sent_to_node(peer, sent)
+            received = self._parts_in(number, (node - peer) % len(self.nodes))
+            if received is not None:
+                yield from self._received_from_node(peer, node, received)
+
+    def _direct(self, others: Iterable[int], number: int) -> Iterator[_Message]:
+        """Yields the messages of a round between this rank and other seats; in two levels all of
+        them are in round 0."""
+        seats, mine = len(self.ranks), self.seat
+        for other in others:
             for incoming, source, target in ((False, mine, other), (True, other, mine)):
                 distance = (target - source) % seats
-                if distance and number == (0 if self.nodes else round_of(distance, seats, rounds)):
-                    yield _Message(
-                        0, incoming, self.ranks[other], source, self.needed(source, [target])
-                    )
-        for peer_node in range(len(self.nodes) if number else 0):
-            for incoming, source_node, target_node in (
-                (False, node, peer_node),
-                (True, peer_node, node),
-            ):
-                distance = (target_node - source_node) % len(self.nodes)
-                round_of_part = (
-                    rounds_between(distance, len(self.nodes), rounds) if distance else []
-                )
-                if parts := [
-                    part for part, its_round in enumerate(round_of_part) if its_round == number
-                ]:
-                    cut = parts[0], parts[-1] + 1, len(round_of_part)
-                    yield from self._relayed(source_node, target_node, cut, incoming=incoming)
+                if not distance:
+                    continue
+                if self.nodes or number == round_of(distance, seats, self.queries.rounds):
+                    spans = self.needed(source, [target])
+                    yield _Message(0, incoming, peer=self.ranks[other], source=source, spans=spans)
 
     def _node_of(self, seat: int) -> int:
         return next((i for i, members in enumerate(self.nodes) if seat in members), 0)
 
-    def _relayed(
-        self, source_node: int, target_node: int, cut: tuple[int, int, int], *, incoming: bool
-    ) -> Iterator[_Message]:
-        """Yields this rank's messages of some parts between two nodes; relays alternate by
-        source."""
-        mine, ranks, targets = self.seat, self.ranks, self.nodes[target_node]
-        for source in self.nodes[source_node] if incoming else [mine]:
+    def _parts_in(self, number: int, distance: int) -> _Parts | None:
+        """Returns the parts of messages over a distance between nodes that are in a round; None:
+        none."""
+        if not distance:
+            return None
+        rounds = rounds_between(distance, len(self.nodes), self.queries.rounds)
+        parts = [part for part, its_round in enumerate(rounds) if its_round == number]
+        return _Parts(parts[0], parts[-1] + 1, len(rounds)) if parts else None
+
+    def _sent_to_node(self, node: int, parts: _Parts) -> Iterator[_Message]:
+        """Yields this rank's message to its relay in another node; relays alternate by source."""
+        targets = self.nodes[node]
+        relay = self.ranks[targets[self.seat % len(targets)]]
+        spans = self.needed(self.seat, targets, parts)
+        yield _Message(0, False, peer=relay, source=self.seat, spans=spans)
+
+    def _received_from_node(self, source_node: int, node: int, parts: _Parts) -> Iterator[_Message]:
+        """Yields this rank's messages of rows of another node: from relays, or as a relay."""
+        mine, ranks, targets = self.seat, self.ranks, self.nodes[node]
+        for source in self.nodes[source_node]:
             relay = targets[source % len(targets)]
-            if not incoming:
-                yield _Message(0, False, ranks[relay], source, self.needed(source, targets, *cut))
-            elif relay != mine:
-                yield _Message(1, True, ranks[relay], source, self.needed(source, [mine], *cut))
-            else:
-                yield _Message(0, True, ranks[source], source, self.needed(source, targets, *cut))
-                others = [target for target in targets if target != mine]
-                yield from (
-                    _Message(1, False, ranks[target], source, self.needed(source, [target], *cut))
-                    for target in others
-                )
+            if relay != mine:
+                spans = self.needed(source, [mine], parts)
+                yield _Message(1, True, peer=ranks[relay], source=source, spans=spans)
+                continue
+            spans = self.needed(source, targets, parts)
+            yield _Message(0, True, peer=ranks[source], source=source, spans=spans)
+            for target in targets:
+                if target != mine:
+                    spans = self.needed(source, [target], parts)
+                    yield _Message(1, False, peer=ranks[target], source=source, spans=spans)
+
+
+def _areas(mask: Mask, shard: Shard) -> list[Segment]:
+    if shard.tree is None:
+        return mask.areas(shard.document, shard.length)
+    return mask.tree_areas(shard.document, shard.tree)
+
+
+def _held_rows(shard: Shard, spans: Iterable[Span]) -> list[SpanRows]:
+    """Returns spans of a shard's positions with their buffer rows."""
+    return [SpanRows(start, stop, (shard.rows(start, stop),)) for start, stop in spans]
 
 
 def chunks(shard: Shard, ring_index: int) -> list[Span]:
     """Returns the non-empty spans of a ring index: head and tail, joined if they are adjacent."""
-    head, tail = (span(shard.length, shard.degree, ring_index) for span in (head_span, tail_span))
+    head = head_span(shard.length, shard.degree, ring_index)
+    tail = tail_span(shard.length, shard.degree, ring_index)
     spans = [(head[0], tail[1])] if head[1] == tail[0] else [head, tail]
     return [span for span in spans if span[0] < span[1]]
 
@@ -375,35 +416,29 @@ def _round(
         for i, document in enumerate(documents)
         for message in document.messages(number)
     ]
-    messages.sort(key=lambda each: (each[1].peer, each[0], each[1].source))
+    messages.sort(key=lambda item: (item[1].peer, item[0], item[1].source))
     keys: list[list[SpanRows]] = [[] for _ in documents]  # received keys of each document
     hops: list[Hop] = []
     row = 0
-    for number in range(1 + max((message.hop for _, message in messages), default=0)):
+    for hop in range(1 + max((message.hop for _, message in messages), default=0)):
         sends: dict[int, list[range]] = defaultdict(list)
         receives: dict[int, int] = defaultdict(int)
-        spans = (
-            (i, message, *span)
-            for i, message in messages
-            if message.hop == number
-            for span in message.spans
-        )
-        for i, message, start, stop in spans:
-            if message.incoming:
-                keys[i].append(SpanRows(start, stop, (range(row, row + stop - start),)))
-                receives[message.peer] += stop - start
-                row += stop - start
-            elif number == 0:
-                sends[message.peer].append(documents[i].keys.rows(start, stop))
-            else:  # a relay passes on rows from the first hop
-                held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
-                sends[message.peer] += held.part(start, stop)
-        hops.append(
-            Hop(
-                tuple((peer, RowSet.of(ranges, device)) for peer, ranges in sends.items()),
-                tuple(receives.items()),
-            )
-        )
+        for i, message in messages:
+            if message.hop != hop:
+                continue
+            for start, stop in message.spans:
+                if message.incoming:
+                    rows = range(row, row + stop - start)
+                    keys[i].append(SpanRows(start, stop, (rows,)))
+                    receives[message.peer] += len(rows)
+                    row += len(rows)
+                elif hop == 0:
+                    sends[message.peer].append(documents[i].keys.rows(start, stop))
+                else:  # a relay passes on rows from the first hop
+                    held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
+                    sends[message.peer] += held.part(start, stop)
+        outgoing = tuple((peer, RowSet.of(ranges, device)) for peer, ranges in sends.items())
+        hops.append(Hop(sends=outgoing, receives=tuple(receives.items())))
     documents_here = (
         (document.own_queries, runs, document.areas)
         for document, runs in zip(documents, keys, strict=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longctx.attention.host_to_device import copy_to
 from longctx.attention.segments import Segment
@@ -29,10 +30,12 @@ class SpanRows(NamedTuple):
 
     def part(self, start: int, stop: int) -> tuple[range, ...]:
         """Returns the rows of positions [start, stop)."""
-        parts, position = [], self.start
+        parts = []
+        position = self.start
         for rows in self.rows:
             part = rows[max(0, start - position) : max(0, stop - position)]
-            parts += [part] if part else []
+            if part:
+                parts.append(part)
             position += len(rows)
         return tuple(parts)
 
@@ -42,7 +45,7 @@ class RowSet:
     """Rows of a buffer, in order: a range, which is read and written in place, or any rows, which
     are copied."""
 
-    index: slice | torch.Tensor
+    index: slice | Tensor
     count: int
 
     @classmethod
@@ -58,19 +61,17 @@ class RowSet:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, buffer: torch.Tensor) -> torch.Tensor:
+    def read(self, buffer: Tensor) -> Tensor:
         """Returns these rows of `buffer`, as a view if they are a range."""
-        return (
-            buffer[self.index]
-            if isinstance(self.index, slice)
-            else buffer.index_select(0, self.index)
-        )
+        if isinstance(self.index, slice):
+            return buffer[self.index]
+        return buffer.index_select(0, self.index)
 
-    def write(self, buffer: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, buffer: Tensor, values: Tensor) -> None:
         """Replaces these rows of `buffer`."""
         buffer[self.index] = values
 
-    def add(self, buffer: torch.Tensor, values: torch.Tensor) -> None:
+    def add(self, buffer: Tensor, values: Tensor) -> None:
         """Adds to these rows of `buffer`, which all differ."""
         if isinstance(self.index, slice):
             buffer[self.index].add_(values)
@@ -99,10 +100,11 @@ Visibility = tuple[Sequence[SpanRows], Sequence[SpanRows], Sequence[Segment]]
 
 def local_calls(documents: Iterable[list["BandPart"]]) -> tuple[Call, ...]:
     """Builds calls that use keys in place, from the parts of every document."""
-    calls = _calls(documents)
-    return tuple(
-        Call(None, tuple(part.segment(part.keys[0].start) for part in parts)) for parts in calls
-    )
+    made = []
+    for parts in _calls(documents):
+        segments = tuple(part.segment(part.keys[0].start) for part in parts)
+        made.append(Call(None, segments))
+    return tuple(made)
 
 
 def local_parts(
@@ -116,9 +118,10 @@ def whole_parts(areas: Sequence[Segment], offset: int) -> list["BandPart"]:
     """Returns the parts of keys in place of a document whose tokens are all on this rank, from row
     `offset` on."""
     if len(areas) == 1:
-        q_start, q_stop, k_start, k_stop, lo, hi = areas[0]
-        rows = range(offset + q_start, offset + q_stop)
-        return [BandPart(rows, (range(offset + k_start, offset + k_stop),), lo, hi)]
+        area = areas[0]
+        queries = range(offset + area.q_start, offset + area.q_stop)
+        keys = range(offset + area.k_start, offset + area.k_stop)
+        return [BandPart(queries, (keys,), area.lo, area.hi)]
     stop = max((max(area.q_stop, area.k_stop) for area in areas), default=0)
     everything = [SpanRows(0, stop, (range(offset, offset + stop),))]
     return local_parts(everything, everything, areas)
@@ -132,21 +135,21 @@ def gathered_calls(documents: Iterable[Visibility], device: torch.device | str) 
     )
     met = torch.zeros(buffer, dtype=torch.bool)
     made: list[Call] = []
-    for parts in _calls(_parts(*document, operator.add) for document in documents):
+    parts_of = (_parts(queries, keys, areas, operator.add) for queries, keys, areas in documents)
+    for parts in _calls(parts_of):
         rows = [keys for part in parts for keys in part.keys]
         starts = accumulate((part.key_count for part in parts), initial=0)
-        segments = tuple(part.segment(start) for part, start in zip(parts, starts, strict=False))
+        segments = tuple(map(BandPart.segment, parts, starts))
         index = row_index(rows, "cpu")
         made.append(Call(RowSet.of(rows, device), segments, again=bool(met[index].any())))
         met[index] = True
     return tuple(made)
 
 
-def row_index(ranges: Sequence[range], device: torch.device | str) -> torch.Tensor:
+def row_index(ranges: Sequence[range], device: torch.device | str) -> Tensor:
     """Returns the rows of all ranges as one int64 tensor on `device`."""
-    starts, stops = (
-        np.array([(rows.start, rows.stop) for rows in ranges], dtype=np.int64).reshape(-1, 2).T
-    )
+    ends = np.array([(rows.start, rows.stop) for rows in ranges], dtype=np.int64)
+    starts, stops = ends.reshape(-1, 2).T
     counts = stops - starts
     index = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
     return copy_to(torch.from_numpy(index), device)
@@ -170,14 +173,8 @@ class BandPart(NamedTuple):
         return sum(map(len, self.keys))
 
     def segment(self, k_start: int) -> Segment:
-        return Segment(
-            self.queries.start,
-            self.queries.stop,
-            k_start,
-            k_start + self.key_count,
-            self.lo,
-            self.hi,
-        )
+        q_start, q_stop = self.queries.start, self.queries.stop
+        return Segment(q_start, q_stop, k_start, k_start + self.key_count, self.lo, self.hi)
 
     def conflicts(self, other: "BandPart") -> bool:
         """Returns whether both parts share a query or a key, which one call does not allow."""
@@ -195,21 +192,24 @@ def _calls(documents: Iterable[list[BandPart]]) -> list[list[BandPart]]:
     keys."""
     calls: list[list[BandPart]] = []
     for parts in documents:
-        if len(parts) == 1:
-            calls += [] if calls else [[]]
-            calls[0] += parts
-            continue
-        taken: list[list[BandPart]] = []
-        for part in parts:
-            free = (call for call in taken if not any(part.conflicts(other) for other in call))
-            call = next(free, None)
-            if call is None:
-                taken.append([part])
-            else:
-                call.append(part)
-        calls += ([] for _ in range(len(taken) - len(calls)))
+        taken = [parts] if len(parts) == 1 else _without_conflicts(parts)
+        while len(calls) < len(taken):
+            calls.append([])
         for call, more in zip(calls, taken, strict=False):
             call += more
+    return calls
+
+
+def _without_conflicts(parts: list[BandPart]) -> list[list[BandPart]]:
+    """Puts every part of a document into the first call without a conflict."""
+    calls: list[list[BandPart]] = []
+    for part in parts:
+        for call in calls:
+            if not any(part.conflicts(other) for other in call):
+                call.append(part)
+                break
+        else:
+            calls.append([part])
     return calls
 
 
@@ -235,16 +235,14 @@ def _parts(
         for query in queries:
             for area in areas:
                 cut = area.cut((query.start, query.stop), (run.start, run.stop))
-                if not cut.empty:
-                    (rows,) = query.part(cut.q_start, cut.q_stop)
-                    # A single token is both dense and causal; as causal, it can join the next part
-                    # of a diagonal.
-                    first = cut.causal and cut.q_start == cut.k_start and area.hi is not None
-                    seen.append(
-                        BandPart(
-                            rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi
-                        )
-                    )
+                if cut.empty:
+                    continue
+                (rows,) = query.part(cut.q_start, cut.q_stop)
+                # A single token is both dense and causal; as causal, it can join the next part of a
+                # diagonal.
+                first = cut.causal and cut.q_start == cut.k_start and area.hi is not None
+                hi = 0 if first else cut.hi
+                seen.append(BandPart(rows, run.part(cut.k_start, cut.k_stop), cut.lo, hi))
         parts += _joined(seen, _side_by_side)
     parts = _joined(parts, lambda a, b: _stacked(a, b, after))
     return _joined(parts, _staircase)
@@ -289,31 +287,22 @@ def _stacked(a: BandPart, b: BandPart, after: Chain) -> BandPart | None:
     if not a.dense or b.lo is not None or a.queries != b.queries:
         return None
     keys = after(a.keys, b.keys)
-    return (
-        None
-        if keys is None
-        else BandPart(a.queries, keys, None, None if b.hi is None else b.hi + a.key_count)
-    )
+    if keys is None:
+        return None
+    hi = None if b.hi is None else b.hi + a.key_count
+    return BandPart(a.queries, keys, None, hi)
 
 
 def _staircase(a: BandPart, b: BandPart) -> BandPart | None:
     """Joins adjacent queries whose keys start alike and are bounded by one diagonal: [head; tail]
     of a causal mask."""
-    if (
-        a.hi is None
-        or b.hi is None
-        or a.lo is not None
-        or b.lo is not None
-        or a.queries.stop != b.queries.start
-    ):
+    if a.lo is not None or b.lo is not None or a.queries.stop != b.queries.start:
         return None
-    first_keys = b.keys[: len(a.keys)] == a.keys or (
+    if a.hi is None or b.hi != a.hi + len(a.queries):
+        return None
+    start_alike = b.keys[: len(a.keys)] == a.keys or (
         len(a.keys) == len(b.keys) == 1 and a.keys[0].start == b.keys[0].start
     )
-    if (
-        first_keys
-        and b.hi == a.hi + len(a.queries)
-        and a.hi + len(a.queries) <= a.key_count <= b.key_count
-    ):
+    if start_alike and b.hi <= a.key_count <= b.key_count:
         return BandPart(range(a.queries.start, b.queries.stop), b.keys, None, a.hi)
     return None

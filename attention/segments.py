@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Segment(NamedTuple):
@@ -40,12 +41,10 @@ class Segment(NamedTuple):
 
         A single query with a single key is both causal and dense.
         """
-        queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
-        return (
-            self.lo is None
-            and queries == keys
-            and (self.hi == 0 or (self.hi is None and queries == 1))
-        )
+        queries = self.q_stop - self.q_start
+        if self.lo is not None or queries != self.k_stop - self.k_start:
+            return False
+        return self.hi == 0 or (self.hi is None and queries == 1)
 
     @property
     def empty(self) -> bool:
@@ -55,10 +54,9 @@ class Segment(NamedTuple):
     def _band(self) -> tuple[int | None, int | None]:
         """Limits in absolute positions: lo ≤ key - query ≤ hi."""
         shift = self.k_start - self.q_start
-        return (
-            None if self.lo is None else self.lo + shift,
-            None if self.hi is None else self.hi + shift,
-        )
+        lo = None if self.lo is None else self.lo + shift
+        hi = None if self.hi is None else self.hi + shift
+        return lo, hi
 
     def seen(self, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[int, int]:
         """Returns the half-open range of `keys` that some of `queries` see; it is empty if its stop
@@ -68,9 +66,11 @@ class Segment(NamedTuple):
         if q_start >= q_stop:
             return k_start, k_start
         lo, hi = self._band
-        return k_start if lo is None else max(k_start, q_start + lo), k_stop if hi is None else min(
-            k_stop, q_stop + hi
-        )
+        if lo is not None:
+            k_start = max(k_start, q_start + lo)
+        if hi is not None:
+            k_stop = min(k_stop, q_stop + hi)
+        return k_start, k_stop
 
     def cut(self, queries: tuple[int, int], keys: tuple[int, int]) -> "Segment":
         """Returns the part within half-open ranges of queries and keys.
@@ -81,23 +81,22 @@ class Segment(NamedTuple):
         q_start, q_stop = max(self.q_start, queries[0]), min(self.q_stop, queries[1])
         k_start, k_stop = self.seen(queries, keys)
         lo, hi = self._band
-        q_start = q_start if hi is None else max(q_start, k_start - hi)
-        q_stop = q_stop if lo is None else min(q_stop, k_stop - lo)
+        if hi is not None:
+            q_start = max(q_start, k_start - hi)
+        if lo is not None:
+            q_stop = min(q_stop, k_stop - lo)
         shift = k_start - q_start
-        return Segment(
-            q_start,
-            q_stop,
-            k_start,
-            k_stop,
-            lo - shift if lo is not None and k_start - (q_stop - 1) < lo else None,
-            hi - shift if hi is not None and k_stop - 1 - q_start > hi else None,
-        )
+        if lo is not None:
+            lo = lo - shift if k_start - (q_stop - 1) < lo else None
+        if hi is not None:
+            hi = hi - shift if k_stop - 1 - q_start > hi else None
+        return Segment(q_start, q_stop, k_start, k_stop, lo, hi)
 
 
 Segments = Sequence[Segment]
 
 
-def visible(segment: Segment, device: torch.device) -> torch.Tensor:
+def visible(segment: Segment, device: torch.device) -> Tensor:
     """Returns a boolean tensor [queries, keys]: the keys of the segment that each query sees."""
     queries = torch.arange(segment.q_stop - segment.q_start, device=device).unsqueeze(1)
     keys = torch.arange(segment.k_stop - segment.k_start, device=device).unsqueeze(0)

@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Compressed
-from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
+from longctx.attention.inputs import (
+    AttentionInputError,
+    CheckedAttention,
+    Queries,
+    computed,
+    unmarked,
+)
 from longctx.attention.keeping import kept
 from longctx.attention.ring import RingAttention
 from longctx.attention.ring_pass import NO_LAYER, layer_name
@@ -59,17 +66,25 @@ class HybridAttention(CheckedAttention):
         swapped: list[Shard] = []
         others: list[Shard] = []
         for shard in layout.shards:
-            swaps = swaps_heads(shard.length, shard.first_rank, shard.degree, ulysses_degree)
-            (swapped if swaps else others).append(shard)
+            if swaps_heads(shard.length, shard.first_rank, shard.degree, ulysses_degree):
+                swapped.append(shard)
+            else:
+                others.append(shard)
+        wide = _widened(swapped, layout.rank, ulysses_degree)
         options |= {"group": group, "device": device, "exchange": exchange}
         self.plain = RingAttention(replace(layout, shards=tuple(others)), **options)
-        self.wide = RingAttention(
-            replace(layout, shards=tuple(_widened(swapped, layout.rank, ulysses_degree))), **options
-        )
+        self.wide = RingAttention(replace(layout, shards=tuple(wide)), **options)
         self.mixed = bool(swapped) and bool(others)
-        self.swap = (
-            HeadSwap(layout, swapped, ulysses_degree, group, device, exchange) if swapped else None
-        )
+        self.swap: HeadSwap | None = None
+        if swapped:
+            self.swap = HeadSwap(
+                layout,
+                swapped,
+                ulysses_degree,
+                group=group,
+                device=device,
+                exchange=exchange,
+            )
 
     @property
     def last(self) -> str:
@@ -79,45 +94,73 @@ class HybridAttention(CheckedAttention):
     def attend(
         self,
         queries: Queries,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: int | None,
-        sink_logits: torch.Tensor | None,
+        k: Tensor,
+        v: Tensor,
         *,
+        layer: int | None,
+        sink_logits: Tensor | None,
         compressed: Compressed | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """As in the base class. Swapped heads travel expanded: a head's share of K and V is not one
         of what they come from."""
         if self.swap is None:
-            return self.plain.attend(queries, k, v, layer, sink_logits, compressed=compressed)
-        q, u = queries(lambda x: x), self.ulysses_degree
-        if u not in (degrees := ulysses_degrees(q.shape[1], k.shape[1])):
-            raise AttentionInputError(
-                f"ulysses_degree is {u}, but {q.shape[1]} query heads and {k.shape[1]} KV heads "
-                "per rank can only be shared "
-                f"over {', '.join(map(str, degrees))} ranks: use one of these"
+            return self.plain.attend(
+                queries, k, v, layer=layer, sink_logits=sink_logits, compressed=compressed
             )
-        copies = max(1, u // k.shape[1])
-        heads = (q, *(x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (k, v)))
-        widths = [x.shape[1] * x.shape[2] // u for x in heads]
-        packed = torch.cat(
-            [x.reshape(len(x), u, width) for x, width in zip(heads, widths, strict=True)], dim=2
-        )
+        q = queries(unmarked)
+        self._check_heads(q, k)
         layer = NO_LAYER if layer is None else layer
-        parts = gather_tokens(packed, None, self.swap.number, layer).split(widths, dim=1)
-        wide_q, wide_k, wide_v = (
-            part.unflatten(1, (x.shape[1] // u, x.shape[2]))
-            for part, x in zip(parts, heads, strict=True)
+        handles = {"swap_handle": self.swap.handle, "layer": layer}
+        u = self.ulysses_degree
+        copies = max(1, u // k.shape[1])
+        wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
+        packed = torch.cat([_shares(x, u) for x in (q, wide_k, wide_v)], dim=2)
+        widths = [x.shape[1] * x.shape[2] // u for x in (q, wide_k, wide_v)]
+        of_q, of_k, of_v = gather_tokens(packed, None, **handles).split(widths, dim=1)
+        own_logits = None
+        if sink_logits is not None:
+            own_logits = sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
+        out: Tensor = self.wide.attend(
+            computed(of_q.unflatten(1, (-1, q.shape[2]))),
+            of_k.unflatten(1, (-1, k.shape[2])),
+            of_v.unflatten(1, (-1, v.shape[2])),
+            layer=layer,
+            sink_logits=own_logits,
         )
-        own_logits = (
-            None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        )
-        out: torch.Tensor = self.wide.attend(lambda sent: wide_q, wide_k, wide_v, layer, own_logits)
-        swapped, done = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer)
+        swapped, ticket = gather_heads(out.flatten(1), len(q), u, **handles)
         out = swapped.view(len(q), q.shape[1], v.shape[2])
         if not self.mixed:
             return out
-        return out + self.plain.attend(lambda sent: q, k, v, layer, sink_logits, done, compressed)
+        return out + self.plain.attend(
+            computed(q),
+            k,
+            v,
+            layer=layer,
+            sink_logits=sink_logits,
+            after=ticket,
+            compressed=compressed,
+        )
+
+    def _check_heads(self, q: Tensor, k: Tensor) -> None:
+        """Raises AttentionInputError if the ranks of a group cannot share heads out evenly."""
+        degrees = ulysses_degrees(q.shape[1], k.shape[1])
+        if self.ulysses_degree not in degrees:
+            raise AttentionInputError(
+                f"ulysses_degree is {self.ulysses_degree}, but {q.shape[1]} query heads and "
+                f"{k.shape[1]} KV heads "
+                "per rank can only be shared "
+                f"over {', '.join(map(str, degrees))} ranks: use one of these"
+            )
+
+
+def _repeated(x: Tensor, copies: int) -> Tensor:
+    """Returns so many copies of each head of x [tokens, heads, dim]."""
+    return x.repeat_interleave(copies, dim=1) if copies > 1 else x
+
+
+def _shares(x: Tensor, ranks: int) -> Tensor:
+    """Returns the heads of x [tokens, heads, dim] by rank, as [tokens, ranks, width]."""
+    return x.reshape(len(x), ranks, x.shape[1] * x.shape[2] // ranks)
 
 
 def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:
@@ -150,6 +193,7 @@ class HeadSwap:
         layout: Layout,
         shards: list[Shard],
         ulysses_degree: int,
+        *,
         group: dist.ProcessGroup | None,
         device: torch.device | str,
         exchange: Callable[[dist.ProcessGroup | None, str], Exchange],
@@ -166,13 +210,13 @@ class HeadSwap:
         ]
         self.order = row_index(_chunk_order(shards, self.mates), device)
         self.back = torch.argsort(self.order)
-        self.group, self.exchange, self.where = group, exchange, f"micro-batch {layout.micro_batch}"
+        self.group = group
+        self.exchange = exchange
+        self.where = f"micro-batch {layout.micro_batch}"
         self.routes: Routes = {}
-        self.number = operator.register(self)
+        self.handle = operator.register(self)
 
-    def run(
-        self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int
-    ) -> list[torch.Tensor]:
+    def run(self, parts: list[Tensor], counts: list[int], width: int, layer: int) -> list[Tensor]:
         """Sends parts[i] to the i-th rank of the group and returns the received parts, counts[i]
         rows from rank i."""
         others = [i for i in range(len(self.mates)) if i != self.me]
@@ -181,9 +225,8 @@ class HeadSwap:
         exchange.routes = self.routes
         outgoing = [(self.mates[i], parts[i].contiguous()) for i in others if len(parts[i])]
         rows = [(self.mates[i], counts[i]) for i in others if counts[i]]
-        received = list(
-            exchange.start(outgoing, incoming, rows).wait().split([counts[i] for i in others])
-        )
+        arrived = exchange.start(outgoing, incoming, rows).wait()
+        received = list(arrived.split([counts[i] for i in others]))
         received.insert(self.me, parts[self.me])
         return received
 
@@ -213,15 +256,13 @@ def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
 
 @torch.library.custom_op("longctx::gather_tokens", mutates_args=())
 @kept
-def gather_tokens(
-    x: torch.Tensor, after: torch.Tensor | None, number: int, layer: int
-) -> torch.Tensor:
-    """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by the
-    `HeadSwap` of `number`.
+def gather_tokens(x: Tensor, after: Tensor | None, *, swap_handle: int, layer: int) -> Tensor:
+    """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by a
+    `HeadSwap`.
 
     `after`: as in `operator.begin`.
     """
-    swap: HeadSwap = operator.find(number)
+    swap: HeadSwap = operator.find(swap_handle)
     mine = x.index_select(0, swap.rows)
     received = swap.run(list(mine.unbind(1)), swap.counts, x.shape[2], layer)
     return torch.cat(received).index_select(0, swap.order)
@@ -230,14 +271,14 @@ def gather_tokens(
 @torch.library.custom_op("longctx::gather_heads", mutates_args=())
 @kept
 def gather_heads(
-    x: torch.Tensor, rows: int, ranks: int, number: int, layer: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, rows: int, ranks: int, *, swap_handle: int, layer: int
+) -> tuple[Tensor, Tensor]:
     """Turns [rows of the group, width] into [rows, ranks, width]; rows of documents that are not
     swapped are 0.
 
-    The second output is empty, for exchanges that must come after this one.
+    The second output is a ticket, for exchanges that must come after this one.
     """
-    swap: HeadSwap = operator.find(number)
+    swap: HeadSwap = operator.find(swap_handle)
     parts = list(x.index_select(0, swap.back).split(swap.counts))
     received = swap.run(parts, [len(swap.rows)] * len(parts), x.shape[1], layer)
     out = x.new_zeros(rows, len(parts), x.shape[1])
@@ -246,43 +287,32 @@ def gather_heads(
 
 
 @gather_tokens.register_fake
-def _(x: torch.Tensor, after: torch.Tensor | None, number: int, layer: int) -> torch.Tensor:
+def _(x: Tensor, after: Tensor | None, **handles: Any) -> Tensor:
     return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[2])
 
 
 @gather_heads.register_fake
-def _(
-    x: torch.Tensor, rows: int, ranks: int, number: int, layer: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: Tensor, rows: int, ranks: int, **handles: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(rows, ranks, x.shape[1]), x.new_empty(0)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, *_, ctx.number, ctx.layer = inputs
-    ctx.shape = x.shape
-    ctx.alive = operator.find(ctx.number)
+def _remember(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: operator.Handles, output: Any
+) -> None:
+    ctx.shape = inputs[0].shape
+    ctx.handles = keyword_only_inputs
+    ctx.alive = operator.find(keyword_only_inputs["swap_handle"])
 
 
-def _heads_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _heads_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     rows, ranks, _ = ctx.shape
-    return (
-        gather_heads(gradient.contiguous(), rows, ranks, ctx.number, ctx.layer)[0],
-        None,
-        None,
-        None,
-    )
+    dx, _ = gather_heads(gradient.contiguous(), rows, ranks, **ctx.handles)
+    return dx, None
 
 
-def _tokens_back(
-    ctx: Any, gradient: torch.Tensor, later: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    return (
-        gather_tokens(gradient.contiguous(), later, ctx.number, ctx.layer),
-        None,
-        None,
-        None,
-        None,
-    )
+def _tokens_back(ctx: Any, gradient: Tensor, later: Tensor) -> tuple[Tensor | None, ...]:
+    dx = gather_tokens(gradient.contiguous(), later, **ctx.handles)
+    return dx, None, None
 
 
 gather_tokens.register_autograd(_heads_back, setup_context=_remember)

@@ -22,7 +22,7 @@ from harness import median_s, repeats
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.attention.kernels import KernelRequest, Options, choose_kernel
-from longctx.attention.operator import NO_EXPANSION, begin
+from longctx.attention.operator import begin, expansion_arguments
 from longctx.attention.operator import forward as ring_forward
 from longctx.attention.ring_pass import NO_LAYER
 from longctx.attention.segments import Segment, Segments
@@ -159,9 +159,10 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
 
     kernel = choose_kernel(name, sizes.request(device))
     with torch.no_grad():
-        begun = begin(k, v, None, ring.number, NO_LAYER)
+        handles = {"attention_handle": ring.handle, "layer": NO_LAYER}
+        ticket = begin(k, v, None, **handles)
         final, lse, _ = ring_forward(
-            q, k, v, None, begun, [], [], NO_EXPANSION, False, ring.number, NO_LAYER
+            q, k, v, sink_logits=None, ticket=ticket, **expansion_arguments(None), **handles
         )
         calls: list[tuple[torch.Tensor, torch.Tensor, Segments]] = [
             (k, v, call.segments) for call in ring.schedule.local

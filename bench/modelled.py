@@ -55,7 +55,7 @@ from longctx.planning.cost.rounds import PRICE
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import PLANNERS
-from longctx.planning.planners.step import Candidate, Step
+from longctx.planning.planners.planning_input import Candidate, PlanningInput
 from longctx.training import data, optimizer
 from longctx.training.trainer import Trainer
 
@@ -334,21 +334,21 @@ def _idle_share(trainer: Trainer, seconds: float = 5.0) -> float:
     return (time.process_time() - busy) / seconds
 
 
-def _static(step: Step, plain: Any) -> Candidate:
-    if step.degree is None:
-        found: Candidate = plain(step)
+def _static(given: PlanningInput, plain: Any) -> Candidate:
+    if given.degree is None:
+        found: Candidate = plain(given)
         return found
     assignment = place_fixed_static(
-        step.profile, step.lengths, step.places, step.tokens_per_rank, step.degree
+        given.profile, given.lengths, given.ranks, given.tokens_per_rank, given.degree
     )
-    return step.candidate(f"static:{step.degree}", assignment)
+    return given.candidate(f"static:{given.degree}", assignment)
 
 
-def _rival(step: Step, name: str) -> Candidate:
+def _rival(given: PlanningInput, name: str) -> Candidate:
     from bench.rivals import RIVALS  # runs as a module, as this file does
 
-    assignment = RIVALS[name](step.profile, step.lengths, step.places, step.tokens_per_rank)
-    return step.candidate(name, assignment)
+    assignment = RIVALS[name](given.profile, given.lengths, given.ranks, given.tokens_per_rank)
+    return given.candidate(name, assignment)
 
 
 if __name__ == "__main__":

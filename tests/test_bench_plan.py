@@ -20,9 +20,9 @@ from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.planner import make_plan
+from longctx.planning.planners.planning_input import PlanningInput
 from longctx.planning.planners.search import search
 from longctx.planning.planners.settings import DEFAULT
-from longctx.planning.planners.step import Step
 from split_cost import Machine, profile_of
 from split_search import memory_of, possible_splits
 
@@ -122,7 +122,10 @@ def test_documents_are_stretched_by_one_factor() -> None:
 @pytest.mark.parametrize(("documents", "most"), [(64, 0.03), (256, 0.025)])
 def test_few_long_documents_are_near_the_bound(documents: int, most: float) -> None:
     """On 64 ranks, mean of five steps. With blocks of one rank alone, plans are slower."""
-    steps = [Step(H100, np.array(bench.few_long(documents, seed)), 64, 16384) for seed in range(5)]
+    steps = [
+        PlanningInput(H100, np.array(bench.few_long(documents, seed)), 64, 16384)
+        for seed in range(5)
+    ]
     plans = [
         make_plan(step.lengths.tolist(), ranks=64, tokens_per_rank=16384, profile=H100)
         for step in steps

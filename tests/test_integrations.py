@@ -24,7 +24,7 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.planner import make_plan
-from longctx.planning.planners.step import Step
+from longctx.planning.planners.planning_input import PlanningInput
 from rivals import RIVALS
 from tests.marks import examples
 from tests.workers import Workers
@@ -171,7 +171,10 @@ def test_plans_for_megatron_are_no_slower_than_its_own(
         *placed(megatron.scheduled(lengths, ranks, most, H100), len(lengths))
     )
     ours = (
-        Step(H100, np.array(lengths), ranks, most, None, None, None).score(places).makespan_ns / 1e9
+        PlanningInput(H100, np.array(lengths), ranks, most, None, None, None)
+        .score(places)
+        .makespan_ns
+        / 1e9
     )
     theirs = plan_placed(
         "megatron-dev",

@@ -18,7 +18,7 @@ from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
 
-PLAIN: tuple[Any, ...] = [], [], operator.NO_EXPANSION, False
+PLAIN: dict[str, Any] = operator.expansion_arguments(None)
 """Arguments of the operators without an expansion."""
 RING = Case(6, (600,), (Placement(0, 0, 6),), exchange_rounds=5, head_dim=16)
 
@@ -127,8 +127,9 @@ def run_kept() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     rank = dist.get_rank()
     attention = RingAttention(RING.layout(rank), keep_kv=True)
     q, k, v, _ = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
-    what = attention.number, NO_LAYER
-    out, _, kept = operator.forward(q, k, v, None, operator.begin(k, v, None, *what), *PLAIN, *what)
+    handles = {"attention_handle": attention.handle, "layer": NO_LAYER}
+    ticket = operator.begin(k, v, None, **handles)
+    out, _, kept = operator.forward(q, k, v, None, ticket, **PLAIN, **handles)
     total = out.sum()
     with Zeros() as zeros:
         total.backward()
@@ -163,30 +164,36 @@ def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_firs
     if heads_first:
         tensors = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in tensors]
     q, k, v = tensors
-    what = attention.number, NO_LAYER
+    handles = {"attention_handle": attention.handle, "layer": NO_LAYER}
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        torch.ops.longctx.ring_attention_begin.default, (k, v, None, *what), test_utils=checks
-    )
-    attention.begun = Repeated(attention, k, v)
-    begun = torch.empty(0)
-    torch.library.opcheck(
-        torch.ops.longctx.ring_attention.default,
-        (q, k, v, None, begun, *PLAIN, *what),
+        torch.ops.longctx.ring_attention_begin.default,
+        (k, v, None),
+        handles,
         test_utils=checks,
     )
-    out, lse, kept = operator.forward(q, k, v, None, begun, *PLAIN, *what)
+    attention.begun = Repeated(attention, k, v)
+    ticket = torch.empty(0)
+    torch.library.opcheck(
+        torch.ops.longctx.ring_attention.default,
+        (q, k, v, None, ticket),
+        {**PLAIN, **handles},
+        test_utils=checks,
+    )
+    out, lse, kept = operator.forward(q, k, v, None, ticket, **PLAIN, **handles)
     dout = torch.randn_like(out)
     torch.library.opcheck(
         torch.ops.longctx.ring_attention_backward.default,
-        (dout, q, k, v, out, lse, kept, False, *PLAIN, *what),
+        (dout, q, k, v, out, lse, kept, False),
+        {**PLAIN, **handles},
         test_utils=checks,
     )
-    assert [x.dtype for x in operator.finish(begun, k, v, *what)] == [k.dtype, v.dtype]
+    gradients = operator.finish(ticket, k, v, **handles)
+    assert [x.dtype for x in gradients] == [k.dtype, v.dtype]
 
 
 def test_an_attention_that_nobody_holds_is_named() -> None:
-    number = RingAttention(ALONE.layout(0)).number
+    handle = RingAttention(ALONE.layout(0)).handle
     q = torch.zeros(7, 4, 8)
     with pytest.raises(RuntimeError, match="keep a reference to it until backward is done"):
-        operator.begin(q, q, None, number, NO_LAYER)
+        operator.begin(q, q, None, attention_handle=handle, layer=NO_LAYER)

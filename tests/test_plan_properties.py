@@ -21,8 +21,8 @@ from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
+from longctx.planning.planners.planning_input import PlanningInput
 from longctx.planning.planners.static import degree_bounds_ns, pack_static
-from longctx.planning.planners.step import Step
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -177,9 +177,11 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
     )
     sizes = np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"]
     sources = tuple(length // 4 for length in request["lengths"])
-    step = Step(profile, *sizes, pipeline=pipeline, encoding=encoding, sources=sources, parts=parts)
+    step = PlanningInput(
+        profile, *sizes, pipeline=pipeline, encoding=encoding, sources=sources, parts=parts
+    )
     on_all_ranks = 0
-    for degree in range(1, step.places + 1):
+    for degree in range(1, step.ranks + 1):
         found = pack_static(step, degree)
         if found is not None:
             bounds = degree_bounds_ns(step, degree)

@@ -16,10 +16,10 @@ from longctx.planning.cost.model import score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planner import make_plan
+from longctx.planning.planners.planning_input import PlanningInput
 from longctx.planning.planners.search import search_in_blocks
 from longctx.planning.planners.settings import DEFAULT
 from longctx.planning.planners.shortest_path import LimitGraph
-from longctx.planning.planners.step import Step
 from rivals import RIVALS
 from tests.marks import examples
 from tests.test_plan_properties import requests
@@ -189,7 +189,7 @@ def test_documents_take_whole_blocks_that_hold_them(request: dict[str, Any], blo
     if not places or not least_degrees(lengths, places, budget, block).all():
         return
     assignment, makespan = search_in_blocks(
-        Step(H100, lengths, places, budget, block=block), DEFAULT
+        PlanningInput(H100, lengths, places, budget, block=block), DEFAULT
     )
     assert (assignment.first_rank % block == 0).all() and (assignment.degree % block == 0).all()
     assert int((assignment.first_rank + assignment.degree).max()) <= places * block

@@ -12,9 +12,9 @@ from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 from longctx import make_plan
 from longctx.config import load
 from longctx.hf.spec import spec_of_seq2seq
-from longctx.planning.cost.amounts import Amounts
 from longctx.planning.cost.rounds import plan_score
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.work_overrides import WorkOverrides
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.training.run_profile import scaled_profile
@@ -70,7 +70,9 @@ def flops_of(spec: ModelSpec, source: int, target: int) -> int:
 
 def test_plans_count_the_attention_of_encoder_and_decoder() -> None:
     """In pairs of a query and a key: all of the source, half of the target, all of both."""
-    pairs = Amounts.of(np.array([30, 7]), sources=(10, 6), parts=PartCosts(attention=1.5)).pairs
+    pairs = WorkOverrides.of(
+        np.array([30, 7]), sources=(10, 6), parts=PartCosts(attention=1.5)
+    ).pairs
     assert pairs.tolist() == [2 * (1.5 * 100 + 200 + 10 * 20), 2 * (1.5 * 36 + 0.5 + 6)]
     options = {"ranks": 4, "tokens_per_rank": 4000, "profile": PROFILE}
     plan = make_plan([4000, 4000, 500], sources=[3900, 100, 400], **options)
@@ -93,19 +95,19 @@ def test_tokens_cost_what_their_blocks_do(spec: ModelSpec) -> None:
     """Matrices: operations without attention. K and V: those of the encoder and of cross-attention,
     or of the decoder."""
     lengths, sources = np.array([900, 1000, 64]), (700, 10, 32)
-    amounts = Amounts.of(lengths, sources=sources, parts=spec.parts)
+    overrides = WorkOverrides.of(lengths, sources=sources, parts=spec.parts)
     written = [
         (length - source, source) for length, source in zip(lengths.tolist(), sources, strict=True)
     ]
     matrices = [products(spec, s, t) for t, s in written]
-    assert amounts.products is not None and amounts.keys is not None
+    assert overrides.products is not None and overrides.keys is not None
     np.testing.assert_allclose(
-        lengths + amounts.products, 2 * np.array(matrices) / products(spec, 1, 1), rtol=1e-12
+        lengths + overrides.products, 2 * np.array(matrices) / products(spec, 1, 1), rtol=1e-12
     )
     of_source, of_target = 42 * 2048 + 26 * 1024, 26 * 1024
     bytes_of_keys = np.array([of_source * s + of_target * t for t, s in written])
     np.testing.assert_allclose(
-        amounts.keys, bytes_of_keys * 2 / (of_source + of_target), rtol=1e-12
+        overrides.keys, bytes_of_keys * 2 / (of_source + of_target), rtol=1e-12
     )
 
 

@@ -43,13 +43,8 @@ def choose_kernel(name: str, request: KernelRequest) -> Kernel:
         why = kernel.refusal(request)
         if why is None:
             passed_over = f" ({'; '.join(refusals)})" if refusals else ""
-            log.info(
-                "attention of %s on %s: kernel %s%s",
-                request.dtype,
-                request.device,
-                candidate,
-                passed_over,
-            )
+            chosen = f"{candidate}{passed_over}"
+            log.info("attention of %s on %s: kernel %s", request.dtype, request.device, chosen)
             return kernel
         refusals.append(f"{candidate} {why}")
     raise KernelError(f"no attention kernel supports these tensors: {'; '.join(refusals)}")

@@ -3,6 +3,7 @@
 from itertools import pairwise, product
 
 import torch
+from torch import Tensor
 
 from longctx.attention.kernels import KernelRequest, choose_kernel
 from longctx.attention.kernels.contract import Options
@@ -37,23 +38,22 @@ def compile_variants(
     options = Options(dim**-0.5, 30.0 if request.softcap else 0.0, request.deterministic)
     ratio = q_heads // kv_heads
     short, double = max(2, BLOCK_ROWS // max(2, ratio)), max(2, 2 * BLOCK_ROWS // ratio)
+
+    def random(rows: int, heads: int, dim: int) -> Tensor:
+        return torch.randn(rows, heads, dim, device=request.device).to(request.dtype)
+
     for q_rows, k_rows, sequences in product((short, double, LONG), (short, LONG), (1, MANY)):
         # Rows that are left are a sequence too, as they are in rings.
-        longest, more = min(q_rows, k_rows), sequences - 1
-        shapes = (
-            (q_rows, q_heads, dim),
-            (k_rows, kv_heads, dim),
-            (k_rows, kv_heads, v_dim),
-            (q_rows, q_heads, v_dim),
-        )
-        q, k, v, dout = (
-            torch.randn(rows + more, *shape, device=request.device).to(request.dtype)
-            for rows, *shape in shapes
-        )
+        longest = min(q_rows, k_rows)
+        more = sequences - 1
+        q = random(q_rows + more, q_heads, dim)
+        k = random(k_rows + more, kv_heads, dim)
+        v = random(k_rows + more, kv_heads, v_dim)
+        dout = random(q_rows + more, q_heads, v_dim)
+        edges = [0, *range(longest, longest + sequences)]
         for lo, hi in product((None, 1 - longest // 2) if window else (None,), (0, None)):
             segments = tuple(
-                Segment(a, b, a, b, lo, hi)
-                for a, b in pairwise([0, *range(longest, longest + sequences)])
+                Segment(start, stop, start, stop, lo=lo, hi=hi) for start, stop in pairwise(edges)
             )
             out, lse = chosen.forward(q, k, v, segments, options)
             chosen.backward(dout, q, k, v, out, lse, segments, options)

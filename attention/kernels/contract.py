@@ -55,7 +55,8 @@ def request_of(
 ) -> KernelRequest:
     """Returns the request of a call, with its other properties."""
     rows = PADDING * (2 * len(segments) + 1)  # rows between segments are sequences too
-    (queries, heads, dim), (keys, kv_heads, _), v_dim = q.shape, k.shape, v.shape[2]
+    queries, heads, dim = q.shape
+    keys, kv_heads, v_dim = v.shape
     largest = max((queries + rows) * heads, (keys + rows) * kv_heads) * max(dim, v_dim)
     largest = max(largest, queries * q.stride(0), keys * k.stride(0), keys * v.stride(0))
     step = MOST_ELEMENTS // 8  # kernels are chosen once for a request

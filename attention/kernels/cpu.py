@@ -43,7 +43,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
     if _has_nan(q) or _has_nan(k):
-        exact, lse = reference.forward(q, k, v, segments, options)
+        exact, lse = reference.forward(q, k, v, segments, options=options)
         return exact.to(q.dtype), lse
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -53,8 +53,8 @@ def forward(
             _heads(q[rows]),
             _heads(k[keys]),
             _heads(v[keys]),
-            0.0,
-            causal,
+            dropout_p=0.0,
+            is_causal=causal,
             attn_mask=mask,
             scale=options.scale,
         )
@@ -75,25 +75,29 @@ def backward(
 ) -> Gradients:
     """Implements `contract`."""
     if _has_nan(lse):
-        return reference.backward(dout, q, k, v, out, lse, segments, options)
+        return reference.backward(
+            dout, q, k, v, out=out, lse=lse, segments=segments, options=options
+        )
     dq = torch.zeros_like(q)
     # Several blocks may add to a key.
-    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    dk = torch.zeros_like(k, dtype=lse.dtype)
+    dv = torch.zeros_like(v, dtype=lse.dtype)
     for rows, keys, causal, mask in _blocks(segments, q):
-        gradients = _backward(
+        part_dq, part_dk, part_dv = _backward(
             _heads(dout[rows]),
             _heads(q[rows]),
             _heads(k[keys]),
             _heads(v[keys]),
             _heads(out[rows]),
             lse[rows].transpose(0, 1).unsqueeze(0).contiguous(),
-            0.0,
-            causal,
+            dropout_p=0.0,
+            is_causal=causal,
             attn_mask=mask,
             scale=options.scale,
         )
-        for total, part, where in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
-            total[where] += part[0].transpose(0, 1)
+        dq[rows] += part_dq[0].transpose(0, 1)
+        dk[keys] += part_dk[0].transpose(0, 1)
+        dv[keys] += part_dv[0].transpose(0, 1)
     return dq, dk, dv
 
 

@@ -36,7 +36,12 @@ from longctx.attention.kernels.contract import (
     request_of,
 )
 from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Sequences
+from longctx.attention.kernels.flash_library import (
+    HOPPER_OR_BLACKWELL,
+    Capability,
+    Library,
+    Sequences,
+)
 from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
@@ -76,12 +81,11 @@ class Flash:
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
     ) -> tuple[Tensor, Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, k, v, segments, options)
+        library = self._library_for(q, k, v, segments, options=options)
         out = lse = None
         for plan in _plans_for(q, k, segments):
-            part, heads_lse = library.forward(
-                q, plan.gather(k), plan.gather(v), plan.sequences, options
-            )
+            keys, values = plan.gather(k), plan.gather(v)
+            part, heads_lse = library.forward(q, keys, values, plan.sequences, options)
             part_lse = heads_lse.transpose(0, 1).contiguous()
             _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
             # Calls cover disjoint queries and leave 0 and -inf elsewhere, so these operations are
@@ -89,9 +93,9 @@ class Flash:
             out = part if out is None else out.add_(part)
             lse = part_lse if lse is None else torch.maximum(lse, part_lse, out=lse)
         if out is None or lse is None:
-            return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(
-                q.shape[:2], float("-inf"), dtype=torch.float32
-            )
+            tokens, heads, _ = q.shape
+            out = q.new_zeros(tokens, heads, v.shape[2])
+            lse = q.new_full((tokens, heads), float("-inf"), dtype=torch.float32)
         return out, lse
 
     def backward(
@@ -106,23 +110,26 @@ class Flash:
         options: Options,
     ) -> Gradients:
         """Implements `contract`."""
-        library = self._library_for(q, k, v, segments, options)
+        library = self._library_for(q, k, v, segments, options=options)
         heads_lse = lse.transpose(0, 1).contiguous()
         total: tuple[Tensor, ...] = ()
         for plan in _plans_for(q, k, segments):
+            keys, values = plan.gather(k), plan.gather(v)
             dq, dk, dv = library.backward(
-                dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, options
+                dout, q, keys, values, out, heads_lse, plan.sequences, options
             )
             _fill(plan.q_gaps, (dq, 0.0))
             _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
-            part = dq, plan.scatter(dk, k), plan.scatter(dv, v)
+            part: tuple[Tensor, ...] = (dq, plan.scatter(dk, k), plan.scatter(dv, v))
             # Exact as in forward: calls cover disjoint queries and keys.
-            total = tuple(a.add_(b) for a, b in zip(total, part, strict=True)) if total else part
-        dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
+            if total:
+                part = tuple(a.add_(b) for a, b in zip(total, part, strict=True))
+            total = part
+        dq, dk, dv = total or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
         return dq, dk, dv
 
     def _library_for(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, options: Options
     ) -> Library:
         request = request_of(
             q, k, v, segments, softcap=bool(options.softcap), deterministic=options.deterministic
@@ -153,33 +160,30 @@ class Flash:
             if why is None and request.deterministic:
                 why = differs(library, request)
             if why is None:
-                passed_over = f" ({'; '.join(refusals)})" if refusals else ""
-                log.info(
-                    "flash attention of %s, head size %d: %s%s",
-                    request.dtype,
-                    request.head_dim,
-                    library.name,
-                    passed_over,
-                )
-                if (
-                    capability[0] in HOPPER_OR_BLACKWELL
-                    and refusals
-                    and not library.made_for_hopper
-                ):
-                    # H100, head size 128, causal, 8192 tokens, forward and deterministic backward:
-                    # flash-attn 2 306 and 166 TFLOP/s, flash-attn 3 660 and 474 (flash-attention
-                    # pull request 1893).
-                    log.warning(
-                        "attention runs on %s, at most half as fast as flash-attn 4%s on this GPU: "
-                        "install it, such as by %s%s",
-                        library.name,
-                        " or 3" if capability[0] == 9 else "",
-                        install("flash"),
-                        passed_over,
-                    )
+                _log_choice(library, request, capability, refusals)
                 return library
             refusals.append(f"{library.name}: {why}")
         return f"has no library that supports these tensors: {'; '.join(refusals)}"
+
+
+def _log_choice(
+    library: Library, request: KernelRequest, capability: Capability, refusals: Sequence[str]
+) -> None:
+    passed_over = f" ({'; '.join(refusals)})" if refusals else ""
+    chosen = f"{library.name}{passed_over}"
+    log.info("flash attention of %s, head size %d: %s", request.dtype, request.head_dim, chosen)
+    fast_gpu = capability[0] in HOPPER_OR_BLACKWELL
+    if fast_gpu and refusals and not library.made_for_hopper:
+        # H100, head size 128, causal, 8192 tokens, forward and deterministic backward: flash-attn 2
+        # 306 and 166 TFLOP/s, flash-attn 3 660 and 474 (flash-attention pull request 1893).
+        faster = "flash-attn 4 or 3" if capability[0] == 9 else "flash-attn 4"
+        remedy = f"install it, such as by {install('flash')}{passed_over}"
+        log.warning(
+            "attention runs on %s, at most half as fast as %s on this GPU: %s",
+            library.name,
+            faster,
+            remedy,
+        )
 
 
 @dataclass(frozen=True)
@@ -201,11 +205,9 @@ class _LibraryCall:
         return x if self.k_rows is None else x.index_select(0, self.k_rows)
 
     def scatter(self, gradient: Tensor, like: Tensor) -> Tensor:
-        return (
-            gradient
-            if self.k_rows is None
-            else torch.zeros_like(like).index_copy_(0, self.k_rows, gradient)
-        )
+        if self.k_rows is None:
+            return gradient
+        return torch.zeros_like(like).index_copy_(0, self.k_rows, gradient)
 
 
 def _fill(rows: Tensor | None, *tensors: tuple[Tensor, float]) -> None:
@@ -216,7 +218,7 @@ def _fill(rows: Tensor | None, *tensors: tuple[Tensor, float]) -> None:
 
 def _plans_for(q: Tensor, k: Tensor, segments: Segments) -> tuple[_LibraryCall, ...]:
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None
-    return _plans(tuple(segments), len(q), len(k), q.device, stream)
+    return _plans(tuple(segments), len(q), len(k), q.device, stream)  # keywords slow its cache
 
 
 # All layers and both passes use the same segments; a classic ring of 64 has up to 127 tuples of
@@ -232,7 +234,8 @@ def _plans(
     """Returns the calls for `segments`, with tables on `device`; use them only on `stream`, which
     copies the tables."""
     return tuple(
-        _plan(group, window, q_rows, k_rows, device) for window, group in _groups(segments)
+        _plan(group, window, q_rows=q_rows, k_rows=k_rows, device=device)
+        for window, group in _groups(segments)
     )
 
 
@@ -246,29 +249,36 @@ def _groups(segments: Sequence[Segment]) -> list[tuple[Window, list[Segment]]]:
     fits, to save calls."""
     groups: list[tuple[Window, list[Segment]]] = []
     cut = [s.cut((s.q_start, s.q_stop), (s.k_start, s.k_stop)) for s in segments]
-    for segment in sorted(
-        (s for s in cut if not s.empty), key=lambda s: (s.lo is None) + (s.hi is None)
-    ):
+    not_empty = [segment for segment in cut if not segment.empty]
+    for segment in sorted(not_empty, key=lambda s: (s.lo is None) + (s.hi is None)):
         queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
-        needed = (
-            None if segment.lo is None else keys - queries - segment.lo,
-            None if segment.hi is None else segment.hi - (keys - queries),
-        )
-        enough = keys - 1, queries - 1
+        before = None if segment.lo is None else keys - queries - segment.lo
+        after = None if segment.hi is None else segment.hi - (keys - queries)
         for window, group in groups:
-            if all(
-                limit == want or (want is None and limit is not None and limit >= least)
-                for limit, want, least in zip(window, needed, enough, strict=True)
-            ):
+            fits_before = _fits(window[0], before, most=keys - 1)
+            if fits_before and _fits(window[1], after, most=queries - 1):
                 group.append(segment)
                 break
         else:
-            groups.append((needed, [segment]))
+            groups.append(((before, after), [segment]))
     return groups
 
 
+def _fits(limit: int | None, wanted: int | None, *, most: int) -> bool:
+    """Returns whether a side of a window does for a segment that wants another limit: no limit, and
+    so many keys at most."""
+    if limit == wanted:
+        return True
+    return wanted is None and limit is not None and limit >= most
+
+
 def _plan(
-    segments: Sequence[Segment], window: Window, q_rows: int, k_rows: int, device: torch.device
+    segments: Sequence[Segment],
+    window: Window,
+    *,
+    q_rows: int,
+    k_rows: int,
+    device: torch.device,
 ) -> _LibraryCall:
     segments = sorted(segments)
     gathered = any(before.k_stop > after.k_start for before, after in pairwise(segments))
@@ -291,17 +301,23 @@ def _plan(
         add(segment.q_stop - segment.q_start, segment.k_stop - segment.k_start)
     add(q_rows - edges_q[-1], 0)
     add(0, 0 if gathered else k_rows - edges_k[-1])
+    left, right = window
+    sequences = Sequences(
+        edges_q=copy_to(torch.tensor(edges_q, dtype=torch.int32), device),
+        edges_k=copy_to(torch.tensor(edges_k, dtype=torch.int32), device),
+        longest_q=_longest(edges_q),
+        longest_k=_longest(edges_k),
+        left=left,
+        right=right,
+    )
+    gathered_rows = (
+        [range(segment.k_start, segment.k_stop) for segment in segments] if gathered else []
+    )
     return _LibraryCall(
-        Sequences(
-            copy_to(torch.tensor(edges_q, dtype=torch.int32), device),
-            copy_to(torch.tensor(edges_k, dtype=torch.int32), device),
-            _longest(edges_q),
-            _longest(edges_k),
-            *window,
-        ),
-        _rows(q_gaps, device),
-        _rows(k_gaps, device),
-        row_index([range(s.k_start, s.k_stop) for s in segments], device) if gathered else None,
+        sequences,
+        q_gaps=_rows(q_gaps, device),
+        k_gaps=_rows(k_gaps, device),
+        k_rows=_rows(gathered_rows, device),
     )
 
 

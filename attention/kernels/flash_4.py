@@ -64,7 +64,8 @@ def missing() -> str | None:
             f"are private: {INSTALL}"
         )
     _keep_compiled()
-    if why := import_error("flash_attn.cute.interface"):
+    why = import_error("flash_attn.cute.interface")
+    if why is not None:
         return f"{why}: {INSTALL}"
     module = import_module("flash_attn.cute.interface")
     for name, first in ARGUMENTS.items():
@@ -133,5 +134,6 @@ def backward(
 
 
 def _options(sequences: Sequences, options: Options) -> dict[str, Any]:
-    longest, window = (sequences.longest_q, sequences.longest_k), (sequences.left, sequences.right)
+    longest = sequences.longest_q, sequences.longest_k
+    window = sequences.left, sequences.right
     return {"causal": sequences.causal, **shared_options(sequences, options, longest, window)}

@@ -47,9 +47,9 @@ until it ends."""
 
 def _missing_3() -> str | None:
     why = import_error("flash_attn_interface")
-    return (
-        f"{why}: build the folder hopper of github.com/Dao-AILab/flash-attention" if why else None
-    )
+    if why is None:
+        return None
+    return f"{why}: build the folder hopper of github.com/Dao-AILab/flash-attention"
 
 
 def _refusal_3(request: KernelRequest, capability: Capability) -> str | None:
@@ -109,15 +109,14 @@ def _options_3(sequences: Sequences, options: Options) -> dict[str, Any]:
 
 
 def _missing_2() -> str | None:
-    if why := import_error("flash_attn.flash_attn_interface"):
+    why = import_error("flash_attn.flash_attn_interface")
+    if why is not None:
         return why
     version: str = import_module("flash_attn").__version__
     major, minor = version.split(".")[:2]
-    return (
-        None
-        if (int(major), int(minor)) >= (2, 8)
-        else f"{version} is too old: install 2.8 or newer"
-    )
+    if (int(major), int(minor)) >= (2, 8):
+        return None
+    return f"{version} is too old: install 2.8 or newer"
 
 
 def _refusal_2(request: KernelRequest, capability: Capability) -> str | None:
@@ -184,11 +183,9 @@ def _options_2(sequences: Sequences, options: Options) -> dict[str, Any]:
 def _missing_torch() -> str | None:
     if torch.version.hip:
         return "not supported on ROCm, where torch has other operators"
-    return (
-        None
-        if torch.backends.cuda.is_flash_attention_available()
-        else "this build of torch has no flash attention"
-    )
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch has no flash attention"
+    return None
 
 
 def _refusal_torch(request: KernelRequest, capability: Capability) -> str | None:
@@ -198,17 +195,19 @@ def _refusal_torch(request: KernelRequest, capability: Capability) -> str | None
 def _forward_torch(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, options: Options
 ) -> tuple[Tensor, Tensor]:
-    (left, right), bounds = sequences.limits, sequences.bounds
+    left, right = sequences.limits
+    longest_q, longest_k = sequences.bounds
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
         sequences.edges_q,
         sequences.edges_k,
-        *bounds,
-        0.0,
-        sequences.causal,
-        False,
+        longest_q,
+        longest_k,
+        dropout_p=0.0,
+        is_causal=sequences.causal,
+        return_debug_mask=False,
         scale=options.scale,
         window_size_left=left,
         window_size_right=right,
@@ -226,7 +225,8 @@ def _backward_torch(
     sequences: Sequences,
     options: Options,
 ) -> Gradients:
-    (left, right), bounds = sequences.limits, sequences.bounds
+    left, right = sequences.limits
+    longest_q, longest_k = sequences.bounds
     with _deterministic() if options.deterministic else nullcontext():
         gradients: Gradients = torch.ops.aten._flash_attention_backward(
             dout,
@@ -237,11 +237,12 @@ def _backward_torch(
             lse,
             sequences.edges_q,
             sequences.edges_k,
-            *bounds,
-            0.0,
-            sequences.causal,
-            q.new_zeros(2, dtype=torch.uint64),  # random state of dropout, unused
-            q.new_empty(0),
+            longest_q,
+            longest_k,
+            dropout_p=0.0,
+            is_causal=sequences.causal,
+            rng_state=q.new_zeros(2, dtype=torch.uint64),  # of dropout, unused
+            unused=q.new_empty(0),
             scale=options.scale,
             window_size_left=left,
             window_size_right=right,
@@ -267,25 +268,36 @@ def _deterministic() -> Iterator[None]:
 LIBRARIES = (
     Library(
         "flash-attn 4",
-        *(flash_4.missing, flash_4.refusal, flash_4.forward, flash_4.backward, float32_workspace),
+        missing=flash_4.missing,
+        refusal=flash_4.refusal,
+        forward=flash_4.forward,
+        backward=flash_4.backward,
+        workspace=float32_workspace,
         made_for_hopper=True,
     ),
     Library(
         "flash-attn 3",
-        _missing_3,
-        _refusal_3,
-        _forward_3,
-        _backward_3,
-        float32_workspace,
+        missing=_missing_3,
+        refusal=_refusal_3,
+        forward=_forward_3,
+        backward=_backward_3,
+        workspace=float32_workspace,
         made_for_hopper=True,
     ),
-    Library("flash-attn 2", _missing_2, _refusal_2, _forward_2, _backward_2, _workspace_2),
+    Library(
+        "flash-attn 2",
+        missing=_missing_2,
+        refusal=_refusal_2,
+        forward=_forward_2,
+        backward=_backward_2,
+        workspace=_workspace_2,
+    ),
     Library(
         "torch's flash operators",
-        _missing_torch,
-        _refusal_torch,
-        _forward_torch,
-        _backward_torch,
-        _workspace_2,
+        missing=_missing_torch,
+        refusal=_refusal_torch,
+        forward=_forward_torch,
+        backward=_backward_torch,
+        workspace=_workspace_2,
     ),
 )

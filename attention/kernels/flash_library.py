@@ -60,9 +60,8 @@ class Sequences:
         queries than keys.
         """
         windowed = not self.causal and (self.left, self.right) != (None, None)
-        return max(self.longest_q, 2), max(
-            self.longest_k, self.longest_q
-        ) if windowed else self.longest_k
+        longest_k = max(self.longest_k, self.longest_q) if windowed else self.longest_k
+        return max(self.longest_q, 2), longest_k
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Sequences, Options], tuple[Tensor, Tensor]]
@@ -121,12 +120,9 @@ def too_large(request: KernelRequest, largest: int) -> str | None:
 
 def float32_workspace(sizes: BackwardSizes) -> int:
     """Returns the workspace of flash-attn 3 and 4: dQ, and with GQA dK and dV, in float32."""
-    grouped = (
-        2 * 4 * sizes.keys * sizes.kv_heads * sizes.request.head_dim
-        if sizes.heads > sizes.kv_heads
-        else 0
-    )
-    return sizes.float32_queries + grouped
+    if sizes.heads <= sizes.kv_heads:
+        return sizes.float32_queries
+    return sizes.float32_queries + 2 * 4 * sizes.keys * sizes.kv_heads * sizes.request.head_dim
 
 
 def shared_options(

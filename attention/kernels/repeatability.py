@@ -7,6 +7,7 @@ calls decide, when the library is chosen.
 """
 
 import torch
+from torch import Tensor
 
 from longctx.attention.kernels.contract import KernelRequest, Options
 from longctx.attention.kernels.flash_library import Library, Sequences
@@ -22,23 +23,25 @@ def differs(library: Library, request: KernelRequest) -> str | None:
     None."""
     generator = torch.Generator(request.device).manual_seed(0)
     dim, v_dim = request.head_dim, request.v_head_dim
-    shapes = (HEADS, dim), (KV_HEADS, dim), (KV_HEADS, v_dim), (HEADS, v_dim)
-    q, k, v, dout = (
-        torch.randn(
-            2 * TOKENS, *shape, generator=generator, device=request.device, dtype=request.dtype
-        )
-        for shape in shapes
-    )
+
+    def random(heads: int, dim: int) -> Tensor:
+        shape = 2 * TOKENS, heads, dim
+        return torch.randn(shape, generator=generator, device=request.device, dtype=request.dtype)
+
+    q, k, v = random(HEADS, dim), random(KV_HEADS, dim), random(KV_HEADS, v_dim)
+    dout = random(HEADS, v_dim)
     edges = torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32, device=request.device)
     options = Options(dim**-0.5, 30.0 if request.softcap else 0.0, deterministic=True)
     for left, right in ((None, 0), (None, None), (TOKENS // 4, 0)):
-        sequences = Sequences(edges, edges, TOKENS, TOKENS, left, right)
-        out, lse = library.forward(q, k, v, sequences, options)
-        first, *others = (
-            library.backward(dout, q, k, v, out, lse, sequences, options) for _ in range(REPEATS)
+        sequences = Sequences(
+            edges, edges, longest_q=TOKENS, longest_k=TOKENS, left=left, right=right
         )
-        for name, *repeats in zip(("dq", "dk", "dv"), first, *others, strict=True):
-            if not all(torch.equal(repeats[0], other) for other in repeats[1:]):
+        out, lse = library.forward(q, k, v, sequences, options)
+        runs = [
+            library.backward(dout, q, k, v, out, lse, sequences, options) for _ in range(REPEATS)
+        ]
+        for i, name in enumerate(("dq", "dk", "dv")):
+            if not all(torch.equal(runs[0][i], run[i]) for run in runs[1:]):
                 return (
                     f"its deterministic backward gave another {name} for the same inputs: "
                     "install a newer version"

@@ -111,7 +111,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
-    run = _KernelLaunch(q, k, v, segments, options)
+    run = _KernelLaunch(q, k, v, segments, options=options)
     q_, k_, v_ = (run.readable(x) for x in (q, k, v))
     out = q_.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = out.new_empty(out.shape[:2], dtype=torch.float32)
@@ -140,7 +140,7 @@ def backward(
     options: Options,
 ) -> Gradients:
     """Implements `contract`."""
-    run = _KernelLaunch(q, k, v, segments, options)
+    run = _KernelLaunch(q, k, v, segments, options=options)
     dout_, q_, k_, v_, out_ = (run.readable(x) for x in (dout, q, k, v, out))
     dq, dk, dv = q_.new_empty(q.shape), k_.new_empty(k.shape), v_.new_empty(v.shape)
     statistics = lse.new_empty(2, q.shape[1], q.shape[0])
@@ -191,10 +191,12 @@ class _KernelLaunch:
         self.interpreted = not isinstance(
             self.device_code.forward_kernel, self.device_code.triton.JITFunction
         )
-        self.device, self.segments = q.device, tuple(segments)
+        self.device = q.device
+        self.segments = tuple(segments)
         self.heads = (q.shape[1], q.shape[1] // k.shape[1])
         self.scores = (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 0.0)
-        self.element_size, self.widest = q.element_size(), max(q.shape[2], v.shape[2])
+        self.element_size = q.element_size()
+        self.widest = max(q.shape[2], v.shape[2])
         self.constants = constants(q.shape[2], v.shape[2], q.dtype, softcap != 0)
 
     def readable(self, x: Tensor) -> Tensor:
@@ -213,14 +215,19 @@ class _KernelLaunch:
     def tiles(self, program: str) -> Tiles:
         blocks = self.blocks(program)
         return device_tiles(
-            self.segments, program == "dkv", blocks.rows, blocks.columns, self.device
+            self.segments,
+            by_keys=program == "dkv",
+            rows=blocks.rows,
+            columns=blocks.columns,
+            device=self.device,
         )
 
     def launch(self, program: str, tiles: Tiles, heads: int, arguments: tuple[Any, ...]) -> None:
         programs = tiles.table.shape[0] * heads
         if not programs:
             return
-        blocks, key = self.blocks(program), (program, self.element_size, *self.constants.values())
+        blocks = self.blocks(program)
+        key = program, self.element_size, *self.constants.values()
         kernel = getattr(self.device_code, f"{program}_kernel")
         with torch.cuda.device_of(arguments[0]):
             while True:
@@ -274,7 +281,9 @@ def device_tiles(
     micro-batch share them."""
     # A table is copied and read on the same stream, so no stream reads it too early.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return _kept_tiles(tuple(segments), by_keys, rows, columns, device, stream)
+    return _kept_tiles(
+        tuple(segments), by_keys, rows=rows, columns=columns, device=device, stream=stream
+    )
 
 
 @lru_cache(maxsize=256)
@@ -307,8 +316,10 @@ def tile_table(
         # Converts distances key - query from segment to tensor coordinates.
         near = -_UNLIMITED if lo is None else lo + k_start - q_start
         far = _UNLIMITED if hi is None else hi + k_start - q_start
-        queries, keys = (q_start, q_stop), (k_start, k_stop)
-        parts.append((*keys, *queries, -far, -near) if by_keys else (*queries, *keys, near, far))
+        if by_keys:
+            parts.append((k_start, k_stop, q_start, q_stop, -far, -near))
+        else:
+            parts.append((q_start, q_stop, k_start, k_stop, near, far))
     fields = torch.tensor(parts, dtype=torch.int64).view(-1, 6).clamp(-_UNLIMITED, _UNLIMITED)
     counts = (fields[:, 1] - fields[:, 0] + block_rows - 1) // block_rows
     segment_of = torch.repeat_interleave(counts)
@@ -319,10 +330,8 @@ def tile_table(
     column = torch.minimum(torch.maximum(row + least, begin), end)
     column_stop = torch.maximum(torch.minimum(row_stop + most, end), column)
     # Columns that all rows see, and the whole blocks within them, counted from `column`.
-    seen, seen_stop = (
-        torch.maximum(row_stop - 1 + least, column),
-        torch.minimum(row + most + 1, column_stop),
-    )
+    seen = torch.maximum(row_stop - 1 + least, column)
+    seen_stop = torch.minimum(row + most + 1, column_stop)
     before = (seen - column + block_columns - 1) // block_columns
     whole = ((seen_stop - column) // block_columns - before).clamp(min=0)
     full = torch.where(whole > 0, column + before * block_columns, column)

@@ -19,6 +19,7 @@ from itertools import accumulate, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from longctx.attention.host_to_device import copy_to
@@ -46,11 +47,11 @@ class Lanes:
 
     active: tuple[int, ...]
     carried: int
-    gathered: torch.Tensor
-    places: torch.Tensor
-    mirror: torch.Tensor
-    begins: torch.Tensor
-    last: torch.Tensor
+    gathered: Tensor
+    places: Tensor
+    mirror: Tensor
+    begins: Tensor
+    last: Tensor
     upper: "Lanes | None"
 
     @classmethod
@@ -58,70 +59,74 @@ class Lanes:
         """Cuts segments of `counts` maps, also of none, into lanes of `size` maps; index tensors
         are on `device`."""
         starts = list(accumulate(counts, initial=0))
-        carried, last = [], []
-        for segment, count in enumerate(counts):
-            cuts = range(starts[segment], starts[segment] + max(1, count), size)
+        carried = list[range]()
+        last = list[range]()
+        for start, count in zip(starts, counts, strict=False):
+            cuts = range(start, start + max(1, count), size)
             carried += [range(cut, cut + size) for cut in cuts[:-1]]
-            last.append(range(cuts[-1], starts[segment] + count))
+            last.append(range(cuts[-1], start + count))
         order = sorted(range(len(last)), key=lambda segment: -len(last[segment]))
         lanes = [*carried, *(last[segment] for segment in order)]
-        active = [sum(len(lane) > step for lane in lanes) for step in range(len(lanes[0]))]
+        sizes = list(map(len, lanes))
+        active = [sum(length > step for length in sizes) for step in range(sizes[0])]
         gathered = [lane[step] for step, several in enumerate(active) for lane in lanes[:several]]
-        mirror = [
-            first + stop - 1 - i for first, stop in pairwise(starts) for i in range(first, stop)
-        ]
+        mirror = list[int]()
+        for first, stop in pairwise(starts):
+            mirror += reversed(range(first, stop))
+        upper = None
+        if carried:
+            upper = cls.of([(max(1, count) - 1) // size for count in counts], device, size)
 
-        def index(numbers: Sequence[int]) -> torch.Tensor:
+        def index(numbers: Sequence[int]) -> Tensor:
             return copy_to(torch.tensor(numbers, dtype=torch.int64), device)
 
         return cls(
-            tuple(active),
-            len(carried),
-            index(gathered),
-            index(sorted(range(len(gathered)), key=gathered.__getitem__)),
-            index(mirror),
-            index([*range(len(carried)), *(len(carried) + segment for segment in order)]),
-            index([len(carried) + order.index(segment) for segment in range(len(order))]),
-            cls.of([(max(1, count) - 1) // size for count in counts], device, size)
-            if carried
-            else None,
+            active=tuple(active),
+            carried=len(carried),
+            gathered=index(gathered),
+            places=index(sorted(range(len(gathered)), key=gathered.__getitem__)),
+            mirror=index(mirror),
+            begins=index([*range(len(carried)), *(len(carried) + segment for segment in order)]),
+            last=index([len(carried) + order.index(segment) for segment in range(len(order))]),
+            upper=upper,
         )
 
     def mirrored(self) -> "Lanes":
         """Returns the lanes of the same segments, each from its end."""
         return replace(self, gathered=self.mirror[self.gathered], places=self.places[self.mirror])
 
-    def run(
-        self, maps: "Maps", initial: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def run(self, maps: "Maps", initial: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns what `scan` does, without gradients."""
         heads = maps.move.shape[1]
-        steps = maps.each(lambda x: x.index_select(0, self.gathered).flatten(0, 1)).split(
-            [n * heads for n in self.active]
-        )
+        of_lanes = maps.each(lambda x: x.index_select(0, self.gathered).flatten(0, 1))
+        steps = of_lanes.split([n * heads for n in self.active])
         if self.upper is not None:
             carried = self.carried * heads
             combined = _combine([step.each(lambda x: x[:carried]) for step in steps])
-            before, _, ends = self.upper.run(
-                combined.each(lambda x: x.unflatten(0, (-1, heads))), initial
-            )
+            upper_maps = combined.each(lambda x: x.unflatten(0, (-1, heads)))
+            before, _, ends = self.upper.run(upper_maps, initial)
             initial = torch.cat([before, ends])
-        state, ended = initial.index_select(0, self.begins).flatten(0, 1), []
-        passed: list[torch.Tensor] = [state[:0]]
-        news: list[torch.Tensor] = []
+        state = initial.index_select(0, self.begins).flatten(0, 1)
+        ended: list[Tensor] = []
+        passed: list[Tensor] = [state[:0]]
+        news: list[Tensor] = []
         for step in steps:
             if len(step.move) < len(state):
                 ended.append(state[len(step.move) :])
                 state = state[: len(step.move)]
             passed.append(state)
             state, new = _apply(step, state)
-            news += [] if new is None else [new]
-        ends = torch.cat([state, *reversed(ended)])
-        before, end = (torch.cat(x).unflatten(0, (-1, heads)) for x in (passed, [ends]))
-        new = (
-            torch.cat(news).unflatten(0, (-1, heads)).index_select(0, self.places) if news else None
-        )
-        return before.index_select(0, self.places), new, end.index_select(0, self.last)
+            if new is not None:
+                news.append(new)
+
+        def of_maps(parts: list[Tensor]) -> Tensor:
+            in_order = torch.cat(parts).unflatten(0, (-1, heads))
+            result: Tensor = in_order.index_select(0, self.places)
+            return result
+
+        end = torch.cat([state, *reversed(ended)]).unflatten(0, (-1, heads))
+        new = of_maps(news) if news else None
+        return of_maps(passed), new, end.index_select(0, self.last)
 
 
 class Maps(NamedTuple):
@@ -130,70 +135,68 @@ class Maps(NamedTuple):
     Attributes:
         move: diagonal of a matrix, [maps, heads, k or 1, 1]; of combined maps also the matrix
             [maps, heads, k, k].
-        added: [maps, heads, k, v], like `values` zero in columns that it does not have, before
-            those that it has.
+        added: [maps, heads, k, v], like `values` zero in columns that it does not have, before the
+            columns that it has.
         left, right: [maps, heads, rows, k].
         values: [maps, heads, rows, v].
     """
 
-    move: torch.Tensor
-    added: torch.Tensor | None = None
-    left: torch.Tensor | None = None
-    right: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    move: Tensor
+    added: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
+    values: Tensor | None = None
 
-    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Maps":
-        return Maps(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]  # move is not None
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Maps":
+        parts = [None if x is None else function(x) for x in self]
+        return Maps._make(parts)
 
     def split(self, sizes: list[int]) -> "list[Maps]":
-        return [
-            Maps(*parts)
-            for parts in zip(
-                *(repeat(None) if x is None else x.split(sizes) for x in self), strict=False
-            )
-        ]
+        columns = [repeat(None) if x is None else x.split(sizes) for x in self]
+        return list(map(Maps._make, zip(*columns, strict=False)))
 
 
-def scan(
-    maps: Maps, initial: torch.Tensor, lanes: Lanes
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def scan(maps: Maps, initial: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns the state before every map, `new` of every map, and the state after every segment
     [segments, heads, k, v].
 
     `initial` is the state before every segment; `move` of the maps must be diagonals.
     """
-    out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+    out: tuple[Tensor, Tensor | None, Tensor]
     out = _Scan.apply(*maps, initial, lanes)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, *arguments: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        maps, initial, lanes = Maps(*arguments[:5]), *arguments[5:]
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        *parts, initial, lanes = arguments
+        maps = Maps._make(parts)
         before, new, ends = lanes.run(maps, initial)
         ctx.save_for_backward(maps.move, maps.left, maps.right, before, new)
         ctx.lanes = lanes
-        ctx.columns = [None if x is None else x.shape[-1] for x in (maps.added, maps.values)]
+        ctx.added_columns = None if maps.added is None else maps.added.shape[-1]
+        ctx.value_columns = None if maps.values is None else maps.values.shape[-1]
         return before, new, ends
 
     @staticmethod
-    def backward(
-        ctx: Any, dbefore: torch.Tensor, dnew: torch.Tensor | None, dends: torch.Tensor
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, dbefore: Tensor, dnew: Tensor | None, dends: Tensor) -> tuple[Any, ...]:
         move, left, right, before, new = ctx.saved_tensors
-        dafter, dvalues, dinitial = ctx.lanes.mirrored().run(
-            Maps(move, dbefore, right, left, dnew), dends
-        )
+        backwards = Maps(move, added=dbefore, left=right, right=left, values=dnew)
+        dafter, dnew_values, dinitial = ctx.lanes.mirrored().run(backwards, dends)
         dmove = (dafter * before).sum(-1, keepdim=True).sum_to_size(move.shape)
-        dadded, dvalues_given = (
-            None if columns is None else x[..., -columns:]
-            for columns, x in zip(ctx.columns, (dafter, dvalues), strict=True)
-        )
-        dleft, dright = (None, None) if new is None else (new @ dafter.mT, dvalues @ before.mT)
-        return dmove, dadded, dleft, dright, dvalues_given, dinitial, None
+        dleft = dright = None
+        if new is not None:
+            dleft = new @ dafter.mT
+            dright = dnew_values @ before.mT
+        dadded = _last_columns(dafter, ctx.added_columns)
+        dvalues = _last_columns(dnew_values, ctx.value_columns)
+        return dmove, dadded, dleft, dright, dvalues, dinitial, None
+
+
+def _last_columns(x: Tensor | None, columns: int | None) -> Tensor | None:
+    """Returns the gradient of a tensor of so many columns; None if there is no such tensor."""
+    return None if x is None or columns is None else x[..., -columns:]
 
 
 def _combine(steps: list[Maps]) -> Maps:
@@ -216,7 +219,7 @@ def _combine(steps: list[Maps]) -> Maps:
     return Maps(state[..., :k_dim], state[..., k_dim:])
 
 
-def _apply(step: Maps, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _apply(step: Maps, state: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns the states after maps, and their `new`."""
     moved = _plus(step.added, step.move, state)
     if step.left is None or step.right is None:
@@ -225,7 +228,7 @@ def _apply(step: Maps, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor 
     return torch.baddbmm(moved, step.left.mT, new), new
 
 
-def _plus(added: torch.Tensor | None, move: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+def _plus(added: Tensor | None, move: Tensor, state: Tensor) -> Tensor:
     """Returns `added`, if any, in the last columns, plus move · state."""
     diagonal = move.shape[-1] == 1
     if added is None:

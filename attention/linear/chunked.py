@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from longctx.attention.linear.affine import Lanes, Maps, scan
@@ -46,8 +47,8 @@ class Chunks:
     lengths: tuple[int, ...]
     size: int
     lanes: Lanes
-    gathered: torch.Tensor
-    outputs: torch.Tensor
+    gathered: Tensor
+    outputs: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> "Chunks":
@@ -57,38 +58,38 @@ class Chunks:
         # First place of every segment.
         firsts = [size * count for count in accumulate(counts, initial=0)]
         gathered: list[range] = []
+        filling = range(starts[-1], starts[-1] + 1)
         for (start, stop), count in zip(pairwise(starts), counts, strict=True):
-            gathered += [
-                range(start, stop),
-                *[range(starts[-1], starts[-1] + 1)] * (size * count - (stop - start)),
-            ]
+            gathered.append(range(start, stop))
+            gathered += [filling] * (size * count - (stop - start))
         places = [
             range(first, first + length) for first, length in zip(firsts, lengths, strict=False)
         ]
         return cls(
-            tuple(lengths),
-            size,
-            Lanes.of(counts, device),
-            row_index(gathered, device),
-            row_index(places, device),
+            lengths=tuple(lengths),
+            size=size,
+            lanes=Lanes.of(counts, device),
+            gathered=row_index(gathered, device),
+            outputs=row_index(places, device),
         )
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: Tensor) -> Tensor:
         """Returns rows [rows, heads, ..] as chunks [chunks, heads, size, ..]."""
-        filled = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.gathered)
-        parts: torch.Tensor = filled.unflatten(0, (-1, self.size))
+        zeros = x.new_zeros((1, *x.shape[1:]))
+        filled = torch.cat([x, zeros]).index_select(0, self.gathered)
+        parts: Tensor = filled.unflatten(0, (-1, self.size))
         return parts.transpose(1, 2)
 
 
 def scan_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    initial: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    initial: Tensor,
     chunks: Chunks,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns the outputs [rows, heads, columns] and the state at the end of every segment
     [segments, heads, k_dim, columns].
 
@@ -97,13 +98,14 @@ def scan_chunks(
         v: [rows, heads, v_dim].
         decay: [rows, heads, k_dim or 1].
         beta: [rows, heads]; no beta: no delta rule.
-        initial: state before every segment, as the result; of its columns the last v_dim are those
-            of v, and the others take values of zero.
+        initial: state before every segment, as the result; the last v_dim of its columns belong to
+            v, and the others take values of zero.
         chunks: the segments.
     """
     q, k, v, decay = map(chunks.split, (q, k, v, decay))
     total = decay.cumsum(-2)
-    writes, move = k * sums_after(decay).exp(), total[..., -1:, :].mT.exp()
+    writes = k * sums_after(decay).exp()
+    move = total[..., -1:, :].mT.exp()
     if beta is None:
         scores = _between(q, k, decay)
         before, _, ends = scan(Maps(move, writes.mT @ v), initial, chunks.lanes)
@@ -114,19 +116,20 @@ def scan_chunks(
         right = torch.cat([factor * v, -factor * k * total.exp()], dim=-1)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         values, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-        before, found, ends = scan(Maps(move, None, writes, seen, values), initial, chunks.lanes)
+        maps = Maps(move, left=writes, right=seen, values=values)
+        before, found, ends = scan(maps, initial, chunks.lanes)
         assert found is not None
         new = found
     out = (q * total.exp()) @ before + scores @ new
     return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.outputs), ends
 
 
-def sums_after(decay: torch.Tensor) -> torch.Tensor:
+def sums_after(decay: Tensor) -> Tensor:
     """Returns the sum of the rows after each row of decay [.., rows, k_dim]."""
     return F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
-def _between(x: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+def _between(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
     """Returns x_i · k_j for j ≤ i, each product decayed by the tokens after j up to i, and zero for
     j > i.
 
@@ -138,18 +141,25 @@ def _between(x: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> torch.Ten
     size = x.shape[-2]
     if decay.shape[-1] == 1:
         later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-        sums = decay.expand(*decay.shape[:-1], size).masked_fill(~later.mT, 0).cumsum(-2)
+        decays = decay.expand((*decay.shape[:-1], size))
+        sums = decays.masked_fill(~later.mT, 0).cumsum(-2)
         return (x @ k.mT) * sums.masked_fill(later, -torch.inf).exp()
-    blocks, half = (x * k).sum(-1)[..., None, None], 1
+    blocks = (x * k).sum(-1)[..., None, None]
+    half = 1
     while half < size:
-        after, before = (
-            each.unflatten(-2, (-1, 2, half))[..., side, :, :] for side, each in ((1, x), (0, k))
-        )
-        second, first = (decay.unflatten(-2, (-1, 2, half))[..., side, :, :] for side in (1, 0))
+        _, after = _halves(x, half)
+        before, _ = _halves(k, half)
+        first, second = _halves(decay, half)
         across = (after * second.cumsum(-2).exp()) @ (before * sums_after(first).exp()).mT
         above, below = blocks.unflatten(-3, (-1, 2)).unbind(-3)
-        blocks = torch.cat(
-            [torch.cat([above, torch.zeros_like(across)], -1), torch.cat([across, below], -1)], -2
-        )
+        upper = torch.cat([above, torch.zeros_like(across)], -1)
+        lower = torch.cat([across, below], -1)
+        blocks = torch.cat([upper, lower], -2)
         half *= 2
     return blocks[..., 0, :, :]
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Returns the first and the second `half` rows of every block of 2 · `half` rows."""
+    first, second = x.unflatten(-2, (-1, 2, half)).unbind(-3)
+    return first, second

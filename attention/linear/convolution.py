@@ -1,9 +1,11 @@
 """Short causal convolutions over packed documents: every segment is computed with its halo, the
 rows before it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from longctx.attention.linear.segments import Messages, RankSegments, halo_messages
@@ -24,8 +26,8 @@ class Halo:
     """
 
     messages: Messages
-    gathered: torch.Tensor
-    outputs: torch.Tensor
+    gathered: Tensor
+    outputs: Tensor
 
     @classmethod
     def build(cls, segments: RankSegments, width: int, device: torch.device | str) -> "Halo":
@@ -37,11 +39,9 @@ class Halo:
         outputs: list[range] = []
         place = 0
         for segment in segments.own:
-            halo = (
-                segments.shards[segment.document].before(segment.start, width)
-                if segment.place
-                else ()
-            )
+            halo: Sequence[int] = ()
+            if segment.place:
+                halo = segments.shards[segment.document].before(segment.start, width)
             gathered += [range(zero, zero + 1)] * (width - len(halo))
             for position in halo:
                 item = segment.document, position
@@ -57,8 +57,8 @@ class Halo:
 
 
 def convolve(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, halo: Halo, make: MakeExchange
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, make: MakeExchange
+) -> Tensor:
     """Returns the causal convolution of each channel inside each document; arguments as in
     `Recurrence.convolve`."""
     if not len(x):
@@ -66,5 +66,6 @@ def convolve(
     _, x, received = receive(x, x, halo.messages.hop, make)
     table = torch.cat([x, received, x.new_zeros(1, x.shape[1])])
     gathered = table.index_select(0, halo.gathered).to(weight.dtype)
-    out = F.conv1d(gathered.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
+    channels = gathered.t().unsqueeze(0)
+    out = F.conv1d(channels, weight.unsqueeze(1), bias, groups=len(weight))[0].t()
     return out.index_select(0, halo.outputs).to(x.dtype)

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 log = logging.getLogger(__name__)
@@ -39,25 +40,23 @@ def run_in(dtype: torch.dtype, device: str) -> bool:
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and kernels() is not None
 
 
-def dtype_of(v: torch.Tensor, k_dim: int, beta: torch.Tensor | None) -> torch.dtype | None:
+def dtype_of(v: Tensor, k_dim: int, beta: Tensor | None) -> torch.dtype | None:
     """Returns the dtype in which the kernels scan, or None if `chunked` does."""
-    return (
-        v.dtype
-        if beta is not None and k_dim <= MOST_K_DIM and run_in(v.dtype, v.device.type)
-        else None
-    )
+    if beta is None or k_dim > MOST_K_DIM or not run_in(v.dtype, v.device.type):
+        return None
+    return v.dtype
 
 
 def scan_fused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    initial: torch.Tensor | None,
-    bounds: tuple[torch.Tensor, torch.Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    initial: Tensor | None,
+    bounds: tuple[Tensor, Tensor],
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """As `scan_chunks`, for segments between `bounds` [segments + 1], int64, on the device and on
     the CPU.
 
@@ -68,10 +67,15 @@ def scan_fused(
     per_head, per_channel = found
     columns = v.shape[-1] if initial is None else initial.shape[-1]
     v = F.pad(v, (columns - v.shape[-1], 0))
-    kernel = per_channel if decay.shape[-1] > 1 else per_head
+    kernel = per_channel
+    if decay.shape[-1] == 1:
+        kernel = per_head
+        decay = decay[..., 0]
     out, ends = kernel(
-        *(x.to(dtype).unsqueeze(0) for x in (q, k, v)),
-        (decay if decay.shape[-1] > 1 else decay[..., 0]).unsqueeze(0),
+        q.to(dtype).unsqueeze(0),
+        k.to(dtype).unsqueeze(0),
+        v.to(dtype).unsqueeze(0),
+        decay.unsqueeze(0),
         beta.unsqueeze(0),
         scale=1.0,
         initial_state=initial,

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longctx.attention.exchange import Exchange
 from longctx.attention.linear.convolution import Halo, convolve
@@ -58,41 +59,40 @@ class Recurrence:
     @not_compiled
     def convolve(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
         layer: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns the causal convolution [tokens, channels] of x [tokens, channels] with `weight`
         [channels, kernel].
 
         Output t of a document is the sum of weight[:, kernel - 1 - i] · x[t - i] over its tokens t
         - i, plus `bias` [channels].
         """
-        key = len(x), weight.shape[1] - 1, x.device
+        width = weight.shape[1] - 1
+        key = len(x), width, x.device
         if key not in self._halos:
-            self._halos[key] = Halo.build(
-                self._segments_with(len(x)), weight.shape[1] - 1, x.device
-            )
-        return convolve(x, weight, bias, self._halos[key], self._make("convolution", layer))
+            self._halos[key] = Halo.build(self._segments_with(len(x)), width, x.device)
+        make = self._make("convolution", layer)
+        return convolve(x, weight, bias, halo=self._halos[key], make=make)
 
     @not_compiled
     def attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor | None = None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor | None = None,
         layer: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns linear attention [tokens, heads, v_dim]; see `longctx.attention.linear.scan`."""
         key = len(q), q.device
         if key not in self._scans:
             self._scans[key] = Scan.build(self._segments_with(len(q)), q.device)
-        return linear_attention(
-            q, k, v, decay, beta, self._scans[key], self._make("linear attention", layer)
-        )
+        make = self._make("linear attention", layer)
+        return linear_attention(q, k, v, decay=decay, beta=beta, scan=self._scans[key], make=make)
 
     def _segments_with(self, rows: int) -> RankSegments:
         if rows not in self._segments:

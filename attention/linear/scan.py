@@ -8,12 +8,13 @@ ranks and layer, however many segments; autograd runs the same in reverse.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
 from longctx.attention.host_to_device import copy_to
 from longctx.attention.linear.chunked import Chunks, scan_chunks
@@ -29,7 +30,7 @@ from longctx.attention.linear.segments import (
 from longctx.attention.linear.sending import MakeExchange, receive
 from longctx.attention.segment_builder import RowSet, row_index
 
-Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """q, k, v, decay and beta of some rows."""
 
 
@@ -40,7 +41,7 @@ class Group:
     segments: tuple[RankSegment, ...]
     rows: RowSet
     lengths: tuple[int, ...]
-    bounds: tuple[torch.Tensor, torch.Tensor]
+    bounds: tuple[Tensor, Tensor]
 
     @cached_property
     def chunks(self) -> Chunks:
@@ -54,12 +55,15 @@ class Group:
         lengths = tuple(map(len, ranges))
         bounds = torch.tensor([0, *accumulate(lengths)])
         return cls(
-            tuple(segments), RowSet.of(ranges, device), lengths, (copy_to(bounds, device), bounds)
+            segments=tuple(segments),
+            rows=RowSet.of(ranges, device),
+            lengths=lengths,
+            bounds=(copy_to(bounds, device), bounds),
         )
 
     def run(
-        self, tensors: Given, fused: torch.dtype | None, initial: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, tensors: Given, fused: torch.dtype | None, initial: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns the outputs of its rows, and the states at the ends of its segments; initial
         states are zero if not given.
 
@@ -67,12 +71,14 @@ class Group:
         """
         q, k, v, decay, beta = tensors
         if fused is not None and beta is not None:
-            return scan_fused(q, k, v, decay, beta, initial, self.bounds, fused)
+            return scan_fused(
+                q, k, v, decay=decay, beta=beta, initial=initial, bounds=self.bounds, dtype=fused
+            )
         if initial is None:
-            initial = v.new_zeros(len(self.segments), *v.shape[1:2], k.shape[2], v.shape[2])
-        return scan_chunks(q, k, v, decay, beta, initial, self.chunks)
+            initial = v.new_zeros(len(self.segments), v.shape[1], k.shape[2], v.shape[2])
+        return scan_chunks(q, k, v, decay=decay, beta=beta, initial=initial, chunks=self.chunks)
 
-    def split(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, x: Tensor) -> list[Tensor]:
         """Returns the rows of every segment."""
         return list(x.split(self.lengths))
 
@@ -95,8 +101,8 @@ class Scan:
 
     first: Group | None
     later: Group | None
-    order: torch.Tensor | None
-    carried: torch.Tensor
+    order: Tensor | None
+    carried: Tensor
     messages: Messages
     before: tuple[tuple[int, ...], ...]
 
@@ -110,40 +116,36 @@ class Scan:
         if first and later:
             rows = row_index([segment.rows for segment in ordered], "cpu")
             order = copy_to(torch.argsort(rows), device)
-        messages, states_held = state_messages(segments, device), carried_rows(segments)
-        states = states_held | {
-            item: len(states_held) + row for item, row in messages.received.items()
-        }
-        numbers = {
-            (segment.document, segment.place): number for number, segment in enumerate(ordered)
-        }
-        carried = copy_to(
-            torch.tensor([numbers[item] for item in states_held], dtype=torch.int64), device
-        )
-        paths = (before(segments.chains[segment.document], segment.place) for segment in later)
-        rows_before = (
-            tuple(states[s.document, place] for place in path)
-            for s, path in zip(later, paths, strict=True)
-        )
+        messages = state_messages(segments, device)
+        states = carried_rows(segments)
+        numbers = {(segment.document, segment.place): i for i, segment in enumerate(ordered)}
+        carried = torch.tensor([numbers[item] for item in states], dtype=torch.int64)
+        own_states = len(states)
+        for item, row in messages.received.items():
+            states[item] = own_states + row
+        rows_before = []
+        for segment in later:
+            path = before(segments.chains[segment.document], segment.place)
+            rows_before.append(tuple(states[segment.document, place] for place in path))
         return cls(
-            Group.of(first, device),
-            Group.of(later, device),
-            order,
-            carried,
-            messages,
-            tuple(rows_before),
+            first=Group.of(first, device),
+            later=Group.of(later, device),
+            order=order,
+            carried=copy_to(carried, device),
+            messages=messages,
+            before=tuple(rows_before),
         )
 
 
 def linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
     scan: Scan,
     make: MakeExchange,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns linear attention [tokens, heads, v_dim] within every document, in the dtype of v.
 
     Computes and sends states in float32, or in float64 if v is float64; see also `fused`.
@@ -161,75 +163,69 @@ def linear_attention(
         return v
     wide = torch.promote_types(v.dtype, torch.float32)
     decay = decay if decay.dim() == 3 else decay[..., None]
-    kind = q.device.type
-    # Meta has none.
-    with (
-        torch.autocast(kind, enabled=False)
-        if torch.amp.is_autocast_available(kind)
-        else nullcontext()
-    ):
-        fused = dtype_of(v, k.shape[2], beta)
-        return _attend(_each(lambda x: x.to(wide), (q, k, v, decay, beta)), scan, make, fused).to(
-            v.dtype
-        )
+    fused = dtype_of(v, k.shape[2], beta)
+    with _without_autocast(q.device.type):
+        tensors = _each(lambda x: x.to(wide), (q, k, v, decay, beta))
+        return _attend(tensors, scan, make, fused).to(v.dtype)
 
 
-def _each(function: Callable[[torch.Tensor], torch.Tensor], tensors: Given) -> Given:
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Switches autocast off, which device meta does not have."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _each(function: Callable[[Tensor], Tensor], tensors: Given) -> Given:
     q, k, v, decay, beta = tensors
-    return (
-        function(q),
-        function(k),
-        function(v),
-        function(decay),
-        None if beta is None else function(beta),
-    )
+    beta = None if beta is None else function(beta)
+    return function(q), function(k), function(v), function(decay), beta
 
 
-def _attend(
-    tensors: Given, scan: Scan, make: MakeExchange, fused: torch.dtype | None
-) -> torch.Tensor:
+def _attend(tensors: Given, scan: Scan, make: MakeExchange, fused: torch.dtype | None) -> Tensor:
     q, k, _, decay, beta = tensors
-    outs: list[torch.Tensor] = []
-    ends: list[torch.Tensor] = []
-    transitions: list[torch.Tensor] = []
+    outs: list[Tensor] = []
+    ends: list[Tensor] = []
+    transitions: list[Tensor] = []
     reach = q  # replaced if there are later segments, which alone use it
     if scan.first is not None:
         out, end = scan.first.run(_each(scan.first.rows.read, tensors), fused)
-        outs, ends = [out], [end]
-        transitions = [
-            end.new_zeros(
-                *end.shape[:2], *((k.shape[2],) * 2 if beta is not None else (decay.shape[2], 1))
-            )
-        ]
+        outs.append(out)
+        ends.append(end)
+        size = (k.shape[2], k.shape[2]) if beta is not None else (decay.shape[2], 1)
+        transitions.append(end.new_zeros(end.shape[:2] + size))
     if scan.later is not None:
-        out, reach, end, transition = _affine(
-            scan.later, _each(scan.later.rows.read, tensors), fused
-        )
-        outs, ends, transitions = [*outs, out], [*ends, end], [*transitions, transition]
-    if len(scan.carried):
-        parts = [torch.cat(each).index_select(0, scan.carried) for each in (transitions, ends)]
-    else:
-        parts = [each[0][:0] for each in (transitions, ends)]
-    shapes = [part.shape[1:] for part in parts]
-    states, outs[0], received = receive(
-        torch.cat([part.flatten(1) for part in parts], 1), outs[0], scan.messages.hop, make
-    )
+        given = _each(scan.later.rows.read, tensors)
+        out, reach, end, transition = _affine(scan.later, given, fused)
+        outs.append(out)
+        ends.append(end)
+        transitions.append(transition)
+    moves, added = _carried(scan, transitions), _carried(scan, ends)
+    move_shape, added_shape = moves.shape[1:], added.shape[1:]
+    packed = torch.cat([moves.flatten(1), added.flatten(1)], 1)
+    states, outs[0], received = receive(packed, outs[0], scan.messages.hop, make)
     if scan.later is not None:
-        table = torch.cat([states, received]).split([shape.numel() for shape in shapes], dim=1)
-        starts = _combine(
-            scan, *(each.unflatten(1, shape) for each, shape in zip(table, shapes, strict=True))
-        )
+        table = torch.cat([states, received])
+        moves, added = table.split([move_shape.numel(), added_shape.numel()], dim=1)
+        starts = _combine(scan, moves.unflatten(1, move_shape), added.unflatten(1, added_shape))
         begun = [
-            torch.einsum("thk,hkv->thv", *each)
-            for each in zip(scan.later.split(reach), starts, strict=True)
+            torch.einsum("thk,hkv->thv", rows, start)
+            for rows, start in zip(scan.later.split(reach), starts, strict=True)
         ]
         outs[-1] = outs[-1] + torch.cat(begun)
     return outs[0] if scan.order is None else torch.cat(outs).index_select(0, scan.order)
 
 
+def _carried(scan: Scan, parts: list[Tensor]) -> Tensor:
+    """Returns the rows of [first; later] segments that other segments follow."""
+    if not len(scan.carried):
+        return parts[0][:0]
+    return torch.cat(parts).index_select(0, scan.carried)
+
+
 def _affine(
     group: Group, tensors: Given, fused: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns o [rows, heads, v_dim], W [rows, heads, k_dim], B [segments, heads, k_dim, v_dim] and
     M of each segment.
 
@@ -239,32 +235,27 @@ def _affine(
     if beta is None:
         totals = [part.cumsum(0) for part in group.split(decay)]
         out, end = group.run(tensors, fused)
-        return (
-            out,
-            q * torch.cat(totals).exp(),
-            end,
-            torch.stack([total[-1] for total in totals]).exp()[..., None],
-        )
+        reach = q * torch.cat(totals).exp()
+        return out, reach, end, torch.stack([total[-1] for total in totals]).exp()[..., None]
     # W and M are the output and the state of values of zero after a state of one.
-    k_dim = k.shape[2]
-    one = torch.eye(k_dim, dtype=q.dtype, device=q.device).expand(
-        len(group.segments), v.shape[1], -1, -1
-    )
-    out, end = group.run(
-        tensors, fused, torch.cat([one, one.new_zeros(*one.shape[:3], v.shape[2])], dim=-1)
-    )
+    k_dim, v_dim = k.shape[2], v.shape[2]
+    one = torch.eye(k_dim, dtype=q.dtype, device=q.device)
+    one = one.expand(len(group.segments), v.shape[1], k_dim, k_dim)
+    zero = one.new_zeros(len(group.segments), v.shape[1], k_dim, v_dim)
+    out, end = group.run(tensors, fused, torch.cat([one, zero], dim=-1))
     return out[..., k_dim:], out[..., :k_dim], end[..., k_dim:], end[..., :k_dim]
 
 
-def _combine(scan: Scan, transitions: torch.Tensor, ends: torch.Tensor) -> list[torch.Tensor]:
+def _combine(scan: Scan, transitions: Tensor, ends: Tensor) -> list[Tensor]:
     """Returns the state before every later segment, from M and B of the segments before it."""
     assert scan.later is not None
     moves, added = transitions.unbind(), ends.unbind()
-    after: dict[int, torch.Tensor] = {}  # state after the segment of a row
+    after: dict[int, Tensor] = {}  # state after the segment of a row
     for rows in scan.before:
         after.setdefault(rows[0], added[rows[0]])
         for previous, row in pairwise(rows):
             if row not in after:
                 move, state = moves[row], after[previous]
-                after[row] = added[row] + (move * state if move.shape[-1] == 1 else move @ state)
+                moved = move * state if move.shape[-1] == 1 else move @ state
+                after[row] = added[row] + moved
     return [after[rows[-1]] for rows in scan.before]

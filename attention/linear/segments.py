@@ -48,6 +48,11 @@ class RankSegment:
     stop: int
     row: int
 
+    @classmethod
+    def alone(cls, document: int, *, tokens: int, row: int) -> "RankSegment":
+        """Returns the only segment of a document."""
+        return cls(document, place=0, carried=False, start=0, stop=tokens, row=row)
+
     @property
     def rows(self) -> range:
         return range(self.row, self.row + self.stop - self.start)
@@ -81,28 +86,31 @@ class RankSegments:
                 f"{layout.tokens}: use the layout that it was packed with"
             )
         chains = tuple(map(chain_of, layout.shards))
-        held = [
-            RankSegment(
-                document,
-                place,
-                place in followed,
-                link.start,
-                link.stop,
-                shard.rows(link.start, link.stop).start,
-            )
-            for document, (shard, chain) in enumerate(zip(layout.shards, chains, strict=True))
-            for followed in [{link.before for link in chain}]
-            for place, link in enumerate(chain)
-            if link.ring_index == shard.ring_index
-        ]
-        if layout.tokens < rows:
-            held.append(RankSegment(len(chains), 0, False, 0, rows - layout.tokens, layout.tokens))
+        held = []
+        for document, (shard, chain) in enumerate(zip(layout.shards, chains, strict=True)):
+            followed = {link.before for link in chain}
+            for place, link in enumerate(chain):
+                if link.ring_index != shard.ring_index:
+                    continue
+                segment = RankSegment(
+                    document,
+                    place=place,
+                    carried=place in followed,
+                    start=link.start,
+                    stop=link.stop,
+                    row=shard.rows(link.start, link.stop).start,
+                )
+                held.append(segment)
+        padding = rows - layout.tokens
+        if padding:
+            held.append(RankSegment.alone(len(chains), tokens=padding, row=layout.tokens))
         return cls(layout.shards, chains, tuple(held))
 
     @classmethod
     def alone(cls, rows: int) -> "RankSegments":
         """Returns segments of which each is a document of one token."""
-        return cls((), (), tuple(RankSegment(row, 0, False, 0, 1, row) for row in range(rows)))
+        own = tuple(RankSegment.alone(row, tokens=1, row=row) for row in range(rows))
+        return cls((), (), own)
 
 
 def chain_of(shard: Shard) -> tuple[Link, ...]:
@@ -181,8 +189,8 @@ class Messages:
                         sends[shard.rank_of(target)].append(range(at, at + 1))
         arriving = [item for peer in sorted(receives) for item in receives[peer]]
         hop = Hop(
-            tuple((peer, RowSet.of(sends[peer], device)) for peer in sorted(sends)),
-            tuple((peer, len(receives[peer])) for peer in sorted(receives)),
+            sends=tuple((peer, RowSet.of(sends[peer], device)) for peer in sorted(sends)),
+            receives=tuple((peer, len(receives[peer])) for peer in sorted(receives)),
         )
         return cls(hop, {item: place for place, item in enumerate(arriving)})
 

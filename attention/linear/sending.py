@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longctx.attention.exchange import Exchange
 from longctx.attention.ring_schedule import Hop
@@ -14,8 +15,8 @@ MakeExchange = Callable[[str], Exchange]
 
 
 def receive(
-    x: torch.Tensor, through: torch.Tensor, hop: Hop, make: MakeExchange
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, through: Tensor, hop: Hop, make: MakeExchange
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sends rows of x [rows, width] to the peers of `hop`. Returns x, `through` and the received
     rows [received, width].
 
@@ -25,39 +26,32 @@ def receive(
     """
     if not hop.sends and not hop.receives:
         return x, through, x[:0]
-    out: tuple[torch.Tensor, ...] = _Receive.apply(x, through, hop, make)  # type: ignore[no-untyped-call]  # torch's own
+    out: tuple[Tensor, ...] = _Receive.apply(x, through, hop, make)  # type: ignore[no-untyped-call]  # torch's own
     return out[0], out[1], out[2]
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, through: torch.Tensor, hop: Hop, make: MakeExchange
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.hop, ctx.make = hop, make
+        ctx: Any, x: Tensor, through: Tensor, hop: Hop, make: MakeExchange
+    ) -> tuple[Tensor, ...]:
+        ctx.hop = hop
+        ctx.make = make
         incoming = x.new_empty(hop.received_rows, x.shape[1])
         outgoing = [(peer, rows.read(x).contiguous()) for peer, rows in hop.sends]
-        return (
-            x.view_as(x),
-            through.view_as(through),
-            make("forward").start(outgoing, incoming, hop.receives).wait(),
-        )
+        received = make("forward").start(outgoing, incoming, hop.receives).wait()
+        return x.view_as(x), through.view_as(through), received
 
     @staticmethod
-    def backward(
-        ctx: Any, dx: torch.Tensor, dthrough: torch.Tensor, dreceived: torch.Tensor
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, dx: Tensor, dthrough: Tensor, dreceived: Tensor) -> tuple[Any, ...]:
         hop: Hop = ctx.hop
         incoming = dx.new_empty(hop.sent_rows, dx.shape[1])
-        parts = (
-            dreceived.contiguous().split([rows for _, rows in hop.receives]) if hop.receives else ()
-        )
-        outgoing = [(peer, part) for (peer, _), part in zip(hop.receives, parts, strict=True)]
-        returned = (
-            ctx.make("backward")
-            .start(outgoing, incoming, [(peer, len(rows)) for peer, rows in hop.sends])
-            .wait()
-        )
+        outgoing = []
+        if hop.receives:
+            parts = dreceived.contiguous().split([rows for _, rows in hop.receives])
+            outgoing = [(peer, part) for (peer, _), part in zip(hop.receives, parts, strict=True)]
+        returning = [(peer, len(rows)) for peer, rows in hop.sends]
+        returned = ctx.make("backward").start(outgoing, incoming, returning).wait()
         total = dx.to(torch.promote_types(dx.dtype, torch.float32), copy=True)
         start = 0
         for _, rows in hop.sends:  # peers ascending: two runs add in the same order

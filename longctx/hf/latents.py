@@ -24,7 +24,8 @@ class Latents:
     layer's method."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.layer, self.number = layer, operator.register(self)
+        self.layer = layer
+        self.handle = operator.register(self)
         self.last: tuple[torch.Tensor, ...] | None = None
         """Arguments and results of the last call, until attention takes them."""
 

@@ -22,7 +22,7 @@ def compile_blocks(model: Model, backend: Any = "inductor") -> None:
     config = torch._dynamo.config
     # Otherwise the numbers of each layer are constants of its program; other numbers, such as the
     # size of heads, are one.
-    torch.compiler.config.dynamic_sources = r".*\.(layer(_idx|_id|_number)?|expand_kv\.number)$"
+    torch.compiler.config.dynamic_sources = r".*\.(layer(_idx|_id|_number)?|expand_kv\.handle)$"
     # The number of rows that attention receives is known only at run time.
     config.capture_dynamic_output_shape_ops = True
     for block in model.layers:

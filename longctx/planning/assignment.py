@@ -8,6 +8,7 @@ will hold.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,24 @@ class Assignment:
     def micro_batches(self) -> int:
         return int(self.micro_batch.max()) + 1
 
+    def __getitem__(self, documents: Integers) -> "Assignment":
+        """Returns the assignment of some documents, by an index array."""
+        return Assignment(
+            micro_batch=self.micro_batch[documents],
+            first_rank=self.first_rank[documents],
+            degree=self.degree[documents],
+            reversed=self.reversed[documents],
+        )
+
+    def runs(self, shape: tuple[int, int]) -> "Runs":
+        """Returns the ranks of every document in arrays of `shape` = [micro-batches, ranks]."""
+        return Runs(
+            row=self.micro_batch,
+            start=self.first_rank,
+            stop=self.first_rank + self.degree,
+            shape=shape,
+        )
+
     @classmethod
     def alternating(
         cls, micro_batch: Integers, first_rank: Integers, degree: Integers
@@ -61,18 +80,29 @@ class Assignment:
             for p in mb
         ]
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 5)
-        return cls(table[:, 1], table[:, 2], table[:, 3], table[:, 4].astype(bool))
+        return cls(
+            micro_batch=table[:, 1],
+            first_rank=table[:, 2],
+            degree=table[:, 3],
+            reversed=table[:, 4].astype(bool),
+        )
 
     def placements(self, rounds: Integers) -> tuple[tuple[Placement, ...], ...]:
         """Returns the placements of each micro-batch, by ascending first rank, then document;
         rounds [documents]."""
         result: list[list[Placement]] = [[] for _ in range(self.micro_batches)]
-        order = np.lexsort((self.first_rank, self.micro_batch))
-        columns = self.micro_batch, self.first_rank, self.degree, self.reversed, rounds
-        for document, micro_batch, *place in zip(
-            order.tolist(), *(column[order].tolist() for column in columns), strict=True
-        ):
-            result[micro_batch].append(Placement(document, *place))
+        # As lists, whose elements are read faster.
+        micro_batch, degree = self.micro_batch.tolist(), self.degree.tolist()
+        first_rank, direction = self.first_rank.tolist(), self.reversed.tolist()
+        for document in np.lexsort((self.first_rank, self.micro_batch)).tolist():
+            placement = Placement(
+                document,
+                first_rank=first_rank[document],
+                degree=degree[document],
+                reversed=direction[document],
+                rounds=int(rounds[document]),
+            )
+            result[micro_batch[document]].append(placement)
         return tuple(map(tuple, result))
 
 
@@ -106,20 +136,25 @@ def least_degrees(lengths: Integers, ranks: int, tokens_per_rank: int, block: in
     )
 
 
-def spread(
-    values: Integers, rows: Integers, start: Integers, stop: Integers, shape: tuple[int, int]
-) -> Integers:
-    """Adds `values[i]` to ranks [start[i], stop[i]) of row rows[i]; returns an array of `shape` =
-    [micro-batches, ranks].
+class Runs(NamedTuple):
+    """Runs of ranks [start, stop), each in a row, in arrays of `shape` = [micro-batches, ranks]."""
 
-    Sums in float64, which is exact below 2⁵³ (104 days in nanoseconds).
-    """
-    width = shape[1] + 1
-    cells = shape[0] * width
-    edges = np.bincount(rows * width + start, values, cells) - np.bincount(
-        rows * width + stop, values, cells
-    )
-    return np.cumsum(edges.reshape(shape[0], width), axis=1)[:, :-1].astype(np.int64)
+    row: Integers
+    start: Integers
+    stop: Integers
+    shape: tuple[int, int]
+
+    def spread(self, values: Integers) -> Integers:
+        """Adds values[i] to all ranks of run i; returns an array of `shape`.
+
+        Sums in float64, which is exact below 2⁵³ (104 days in nanoseconds).
+        """
+        rows, ranks = self.shape
+        width = ranks + 1
+        begun = np.bincount(self.row * width + self.start, values, rows * width)
+        ended = np.bincount(self.row * width + self.stop, values, rows * width)
+        edges = (begun - ended).reshape(rows, width)
+        return np.cumsum(edges, axis=1)[:, :-1].astype(np.int64)
 
 
 def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int, int]) -> Integers:
@@ -133,10 +168,11 @@ def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int,
     quotient, rest = np.divmod(lengths, 2 * a.degree)
     single = a.degree == 1
     even = 2 * quotient + np.where(single, rest, 0)
-    total = spread(even, a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
+    total = a.runs(shape).spread(even)
     small = np.int32 if shape[1] < 1 << 15 else np.int64  # i·m is below 2n²
     for part in _slices(np.flatnonzero(~single & (rest > 0)), a.degree):
-        degree, last = a.degree[part], np.cumsum(a.degree[part])
+        degree = a.degree[part]
+        last = np.cumsum(degree)
         first = last - degree
         ring_index = np.arange(last[-1]) - np.repeat(first, degree)
         chunks, odd = np.repeat(np.stack([2 * degree, rest[part]]).astype(small), degree, axis=1)
@@ -144,10 +180,8 @@ def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int,
         upto = 2 * low + (above > 0)
         tokens = np.diff(upto, prepend=0)
         tokens[first] = upto[first]
-        start, direction = (
-            a.micro_batch[part] * shape[1] + a.first_rank[part],
-            np.where(a.reversed[part], -1, 1),
-        )
+        direction = np.where(a.reversed[part], -1, 1)
+        start = a.micro_batch[part] * shape[1] + a.first_rank[part]
         start += np.where(a.reversed[part], degree - 1, 0)
         cell = np.repeat(start, degree) + np.repeat(direction, degree) * ring_index
         total += np.bincount(cell, tokens, shape[0] * shape[1]).astype(np.int64).reshape(shape)
@@ -158,13 +192,8 @@ def remote_tokens(lengths: Integers, assignment: Assignment, shape: tuple[int, i
     """Returns, for every rank, the tokens of its split documents that other ranks hold; same shape
     as `tokens_on_ranks`."""
     rings = np.flatnonzero(assignment.degree > 1)
-    micro_batch, first_rank, degree = (
-        assignment.micro_batch[rings],
-        assignment.first_rank[rings],
-        assignment.degree[rings],
-    )
-    split = Assignment(micro_batch, first_rank, degree, assignment.reversed[rings])
-    whole = spread(lengths[rings], micro_batch, first_rank, first_rank + degree, shape)
+    split = assignment[rings]
+    whole = split.runs(shape).spread(lengths[rings])
     return whole - tokens_on_ranks(lengths[rings], split, shape)
 
 

@@ -3,7 +3,7 @@ this machine."""
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
@@ -21,6 +21,23 @@ SHIPPED = Path(__file__).parent / "profiles"
 BESIDE = ("state_bytes", "split_s_per_token", "received_s_per_token")
 """Constants of what split documents cost beside the exchange of K and V."""
 EfficiencyTable = tuple[tuple[int, float], ...]
+
+
+ALLOWED: dict[str, Callable[[float], bool]] = {
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+    "a number ≥ 0": lambda value: value >= 0,
+    "a positive number": lambda value: value > 0,
+}
+"""What a constant may be, by the words that say so."""
+SHARES = ("overlap", "query_share")
+MAY_BE_ZERO = ("latency_s", "launch_s", "step_s", "attention_split_penalty", *BESIDE)
+
+
+def _rule(name: str) -> str:
+    """Returns what a constant may be."""
+    if name in SHARES:
+        return "in [0, 1]"
+    return "a number ≥ 0" if name in MAY_BE_ZERO else "a positive number"
 
 
 class ProfileError(UserError):
@@ -86,19 +103,13 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         problems = []
-        for name in (
-            field.name
-            for field in fields(self)
-            if field.name not in ("attention_efficiency", "exchange_levels")
-        ):
+        for field in fields(self):
+            name = field.name
+            if name in ("attention_efficiency", "exchange_levels"):
+                continue
             value = getattr(self, name)
-            if name in ("overlap", "query_share"):
-                valid, rule = _is_number(value) and 0 <= value <= 1, "in [0, 1]"
-            elif name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", *BESIDE):
-                valid, rule = _is_number(value) and value >= 0, "a number ≥ 0"
-            else:
-                valid, rule = _is_number(value) and value > 0, "a positive number"
-            if not valid:
+            rule = _rule(name)
+            if not _is_number(value) or not ALLOWED[rule](value):
                 problems.append(f"{name} is {value!r}: must be {rule}")
         if _is_number(self.ranks_per_node) and self.ranks_per_node > 1 << 20:
             problems.append(f"ranks_per_node is {self.ranks_per_node!r}: must be at most {1 << 20}")
@@ -116,7 +127,8 @@ class HardwareProfile:
             return [
                 f"attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs"
             ]
-        tokens, values = [row[0] for row in table], [row[1] for row in table]
+        tokens = [row[0] for row in table]
+        values = [row[1] for row in table]
         problems = []
         if min(tokens) < 1 or any(a >= b for a, b in itertools.pairwise(tokens)):
             problems.append(

@@ -33,7 +33,7 @@ class Placement:
 
     Attributes:
         reversed: whether ring indices are numbered from the last rank.
-        rounds: number of exchange rounds, ≥ 1; those that its ring cannot have are left out (see
+        rounds: number of exchange rounds, ≥ 1; rounds that its ring cannot have are left out (see
             `ring_schedule`).
     """
 
@@ -66,8 +66,9 @@ def tail_span(length: int, degree: int, ring_index: int) -> Span:
 
 def shard_tokens(length: int, degree: int, ring_index: int) -> int:
     """Returns the number of a document's tokens that one ring index holds."""
-    (a, b), (c, d) = head_span(length, degree, ring_index), tail_span(length, degree, ring_index)
-    return b - a + d - c
+    head = head_span(length, degree, ring_index)
+    tail = tail_span(length, degree, ring_index)
+    return head[1] - head[0] + tail[1] - tail[0]
 
 
 def largest_shard(length: int, degree: int) -> int:
@@ -75,11 +76,9 @@ def largest_shard(length: int, degree: int) -> int:
 
     Ring index r holds f((r+1)x) - f(rx) tokens, with x = length/2degree and f(y) = ⌊y⌋ + ⌈y⌉.
     """
-    return (
-        max(shard_tokens(length, degree, r) for r in range(degree))
-        if length % (2 * degree)
-        else length // degree
-    )
+    if length % (2 * degree) == 0:
+        return length // degree
+    return max(shard_tokens(length, degree, ring_index) for ring_index in range(degree))
 
 
 def longest_document(degree: int, tokens_per_rank: int) -> int:
@@ -89,7 +88,9 @@ def longest_document(degree: int, tokens_per_rank: int) -> int:
     The head and the tail of a shard are each rounded up to a token, so an odd budget loses one
     token per rank.
     """
-    return tokens_per_rank if degree == 1 else degree * (tokens_per_rank - tokens_per_rank % 2)
+    if degree == 1:
+        return tokens_per_rank
+    return degree * (tokens_per_rank - tokens_per_rank % 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +142,9 @@ class Shard:
     def before(self, token: int, count: int) -> Sequence[int]:
         """Returns the last `count` tokens before a token in its sequence, in order; fewer at the
         start."""
-        return (
-            range(max(0, token - count), token)
-            if self.tree is None
-            else self.tree.before(token, count)
-        )
+        if self.tree is None:
+            return range(max(0, token - count), token)
+        return self.tree.before(token, count)
 
     def rows(self, start: int, stop: int) -> range:
         """Returns the buffer rows of positions [start, stop), which are in one chunk, or in both if
@@ -155,9 +154,8 @@ class Shard:
         return range(first, first + stop - start)
 
     def rank_of(self, ring_index: int) -> int:
-        return self.first_rank + self.stride * (
-            self.degree - 1 - ring_index if self.reversed else ring_index
-        )
+        place = self.degree - 1 - ring_index if self.reversed else ring_index
+        return self.first_rank + self.stride * place
 
     def index_of(self, rank: int) -> int | None:
         """Returns the ring index of a domain rank; None if it is outside the ring."""
@@ -169,11 +167,13 @@ class Shard:
     def at(self, ring_index: int, degree: int) -> "Shard":
         """Returns a copy with the chunks of another ring index and degree; `offset` is
         unchanged."""
-        head, tail = (
-            head_span(self.length, degree, ring_index),
-            tail_span(self.length, degree, ring_index),
+        return replace(
+            self,
+            degree=degree,
+            ring_index=ring_index,
+            head=head_span(self.length, degree, ring_index),
+            tail=tail_span(self.length, degree, ring_index),
         )
-        return replace(self, degree=degree, ring_index=ring_index, head=head, tail=tail)
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,9 @@ class Layout:
         shards: list[Shard] = []
         offset = 0
         for placement in sorted(placements, key=lambda p: (p.first_rank, p.document)):
+            document = placement.document
             shard = _shard(
-                placement, lengths[placement.document], rank, offset, trees.get(placement.document)
+                placement, lengths[document], rank, offset=offset, tree=trees.get(document)
             )
             if shard.tokens:
                 shards.append(shard)
@@ -291,30 +292,28 @@ class CrossLayout:
                 f"sources of {sorted(by_document)}: "
                 "place target and source of a document in one micro-batch"
             )
-        layouts = (
-            Layout.of(targets, target_lengths, micro_batch, rank),
-            Layout.of(sources, source_lengths, micro_batch, rank),
-        )
-        held_targets, held_sources = (
-            {shard.document: shard for shard in layout.shards} for layout in layouts
-        )
+        target_layout = Layout.of(targets, target_lengths, micro_batch, rank)
+        source_layout = Layout.of(sources, source_lengths, micro_batch, rank)
+        held_targets = {shard.document: shard for shard in target_layout.shards}
+        held_sources = {shard.document: shard for shard in source_layout.shards}
         pairs = []
         for target in sorted(targets, key=lambda p: (p.first_rank, p.document)):
             document = target.document
-            target_length, source_length = target_lengths[document], source_lengths[document]
+            target_length = target_lengths[document]
+            source_length = source_lengths[document]
             if min(target_length, source_length) < 1:
                 raise LayoutError(
                     f"document {document} has {source_length} source and {target_length} target "
                     "tokens: needs one or more of "
                     "each"
                 )
-            if document in held_targets or document in held_sources:
-                queries = held_targets.get(document) or _shard(target, target_length, rank, 0)
-                keys = held_sources.get(document) or _shard(
-                    by_document[document], source_length, rank, 0
-                )
-                pairs.append((queries, keys))
-        return cls(*layouts, tuple(pairs))
+            if document not in held_targets and document not in held_sources:
+                continue
+            source = by_document[document]
+            queries = held_targets.get(document) or _shard(target, target_length, rank)
+            keys = held_sources.get(document) or _shard(source, source_length, rank)
+            pairs.append((queries, keys))
+        return cls(target_layout, source_layout, tuple(pairs))
 
     @property
     def micro_batch(self) -> int:
@@ -334,26 +333,26 @@ class CrossLayout:
 
 
 def _shard(
-    placement: Placement, length: int, rank: int, offset: int, tree: Tree | None = None
+    placement: Placement, length: int, rank: int, *, offset: int = 0, tree: Tree | None = None
 ) -> Shard:
     """Returns the shard of a rank; its ring index is out of range and it has no token if the rank
     is outside the ring."""
-    p = placement
-    index = p.ring_index(rank)
-    head, tail = (
-        (span(length, p.degree, index) if rank in p.ring else (0, 0))
-        for span in (head_span, tail_span)
-    )
+    degree = placement.degree
+    ring_index = placement.ring_index(rank)
+    head = tail = (0, 0)
+    if rank in placement.ring:
+        head = head_span(length, degree, ring_index)
+        tail = tail_span(length, degree, ring_index)
     return Shard(
-        p.document,
-        length,
-        p.degree,
-        p.first_rank,
-        p.reversed,
-        index,
-        head,
-        tail,
-        offset,
-        p.rounds,
+        document=placement.document,
+        length=length,
+        degree=degree,
+        first_rank=placement.first_rank,
+        reversed=placement.reversed,
+        ring_index=ring_index,
+        head=head,
+        tail=tail,
+        offset=offset,
+        rounds=placement.rounds,
         tree=tree,
     )

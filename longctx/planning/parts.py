@@ -8,8 +8,8 @@ class PartCosts(NamedTuple):
     profile describes.
 
     Attributes:
-        attention: operations of the encoder's attention per pair of tokens, relative to those of
-            the decoder's.
+        attention: operations of the encoder's attention per pair of tokens, relative to the
+            decoder's.
         products: operations of matrices per token of a source; one of a target has 2 - this.
         keys: bytes of K and V per token of a source, which its cross-attention needs too; one of a
             target has 2 - this.

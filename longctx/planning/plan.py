@@ -133,9 +133,8 @@ class Plan:
         """Returns the tokens of `rank` in `micro_batch`, in buffer order. Raises PlanError if
         either is out of range."""
         self._check_place(micro_batch, rank)
-        return Layout.of(
-            self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.trees
-        )
+        placements = self.micro_batches[micro_batch]
+        return Layout.of(placements, self.lengths, micro_batch, rank, trees=self.trees)
 
     def cross_layout(self, micro_batch: int, rank: int) -> CrossLayout:
         """Returns the tokens of `rank` in sources and in targets, each cut by its own length at the
@@ -154,7 +153,14 @@ class Plan:
         targets = [
             length - source for length, source in zip(self.lengths, self.sources, strict=True)
         ]
-        return CrossLayout.of(placements, targets, placements, self.sources, micro_batch, rank)
+        return CrossLayout.of(
+            targets=placements,
+            target_lengths=targets,
+            sources=placements,
+            source_lengths=self.sources,
+            micro_batch=micro_batch,
+            rank=rank,
+        )
 
     def _check_place(self, micro_batch: int, rank: int) -> None:
         if not is_whole(micro_batch, 0, len(self.micro_batches) - 1):
@@ -168,38 +174,30 @@ class Plan:
             )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **self._content(),
-            **({} if self.cost is None else {"gap": self.gap}),
-            "hash": self.hash,
-        }
+        content = self._content()
+        if self.cost is not None:
+            content["gap"] = self.gap
+        return {**content, "hash": self.hash}
 
     def _content(self) -> dict[str, Any]:
-        return {
+        content: dict[str, Any] = {
             "version": VERSION,
             "mode": self.mode,
             "winner": self.winner,
             "ranks": self.ranks,
             "tokens_per_rank": self.tokens_per_rank,
             "lengths": list(self.lengths),
-            "micro_batches": [[asdict(p) for p in mb] for mb in self.micro_batches],
+            "micro_batches": [list(map(asdict, placed)) for placed in self.micro_batches],
             "profile": self.profile.to_dict(),
-            **({} if self.cost is None else asdict(self.cost)),
-            "pipeline": asdict(self.pipeline),
-            "planning_ms": self.planning_ms,
-            **(
-                {"trees": {str(document): asdict(tree) for document, tree in self.trees.items()}}
-                if self.trees
-                else {}
-            ),
-            **(
-                {"sources": list(self.sources), "parts": self.parts._asdict()}
-                if self.sources
-                else {}
-            ),
-            **(
-                {"images": {str(document): list(works) for document, works in self.images.items()}}
-                if self.images
-                else {}
-            ),
         }
+        if self.cost is not None:
+            content |= asdict(self.cost)
+        content |= {"pipeline": asdict(self.pipeline), "planning_ms": self.planning_ms}
+        if self.trees:
+            content["trees"] = {str(number): asdict(tree) for number, tree in self.trees.items()}
+        if self.sources:
+            content["sources"] = list(self.sources)
+            content["parts"] = self.parts._asdict()
+        if self.images:
+            content["images"] = {str(number): list(works) for number, works in self.images.items()}
+        return content

@@ -82,13 +82,16 @@ class Tree:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         stops = np.cumsum(self.lengths).tolist()
-        ends, above = list(stops), [0] * len(stops)
+        ends = list(stops)
+        above = [0] * len(stops)
         for node in reversed(range(1, len(stops))):
             ends[self.parents[node]] = max(ends[self.parents[node]], ends[node])
         for node, parent in enumerate(self.parents[1:], 1):
             above[node] = above[parent] + self.lengths[parent]
-        starts = (stop - length for stop, length in zip(stops, self.lengths, strict=True))
-        return tuple(map(Node, starts, stops, ends, above))
+        return tuple(
+            Node(start=stop - length, stop=stop, end=end, above=before)
+            for length, stop, end, before in zip(self.lengths, stops, ends, above, strict=True)
+        )
 
     @property
     def length(self) -> int:

@@ -11,11 +11,12 @@ can avoid.
 """
 
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Integers, largest_shards
-from longctx.planning.cost.amounts import BY_LENGTH, Amounts
 from longctx.planning.cost.model import (
     NANOSECONDS,
     StepTimes,
@@ -33,6 +34,7 @@ from longctx.planning.cost.model import (
     state_ns,
     whole_ring_attention_ns,
 )
+from longctx.planning.cost.work_overrides import NO_OVERRIDES, WorkOverrides
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanCost
@@ -50,21 +52,25 @@ def plan_cost(
     lengths: Integers,
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
-    amounts: Amounts = BY_LENGTH,
+    overrides: WorkOverrides = NO_OVERRIDES,
     encoding_ns: int = 0,
 ) -> PlanCost:
-    """Returns the modelled cost of a scored assignment together with the lower bound; `amounts` as
-    in `cost.model`.
+    """Returns the modelled cost of a scored assignment together with the lower bound.
 
-    `encoding_ns`, here and below: nanoseconds of all images.
+    `overrides`, here and below: see `WorkOverrides`; `encoding_ns`: nanoseconds of all images.
     """
-    ranks = timed.time.shape[1]
+    bound_ns = step_bound_ns(
+        profile,
+        lengths,
+        ranks=timed.time.shape[1],
+        tokens_per_rank=tokens_per_rank,
+        pipeline=pipeline,
+        overrides=overrides,
+        encoding_ns=encoding_ns,
+    )
     return PlanCost(
         makespan_s=timed.makespan_ns / NANOSECONDS,
-        lower_bound_s=step_bound_ns(
-            profile, lengths, ranks, tokens_per_rank, pipeline, amounts, encoding_ns
-        )
-        / NANOSECONDS,
+        lower_bound_s=bound_ns / NANOSECONDS,
         exposed_share=timed.exposed_share,
         idle_share=timed.idle_share,
         bubble_share=timed.bubble_ns / max(1, timed.makespan_ns),
@@ -77,7 +83,7 @@ def step_bound_ns(
     ranks: int,
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
-    amounts: Amounts = BY_LENGTH,
+    overrides: WorkOverrides = NO_OVERRIDES,
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly
@@ -87,16 +93,27 @@ def step_bound_ns(
     chunks is never faster. In a pipeline with K micro-batches the longest takes at least 1/K of all
     work, and K is at most the number of documents.
     """
-    least = -(-lengths // tokens_per_rank)
     bound = even_work_bound_ns(
-        profile, lengths, least, ranks, tokens_per_rank, amounts, encoding_ns
+        profile,
+        lengths,
+        degrees=-(-lengths // tokens_per_rank),
+        ranks=ranks,
+        tokens_per_rank=tokens_per_rank,
+        overrides=overrides,
+        encoding_ns=encoding_ns,
     )
-    launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
-    return bound + bubble_bound_ns(profile, pipeline, bound, launches, len(lengths))
+    launches = fewest_launches(lengths, ranks, tokens_per_rank)
+    return bound + bubble_bound_ns(profile, pipeline, bound, launches=launches, most=len(lengths))
+
+
+def fewest_launches(lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+    """Returns the minimum number of micro-batches: all tokens divided by the budgets of all
+    ranks."""
+    return -(-int(lengths.sum()) // (ranks * tokens_per_rank))
 
 
 def bubble_bound_ns(
-    profile: HardwareProfile, pipeline: Pipeline, bound: int, launches: int, most: int
+    profile: HardwareProfile, pipeline: Pipeline, bound: int, *, launches: int, most: int
 ) -> int:
     """Returns the least that a pipeline adds to a lower bound on step time, which has the launches
     of so many micro-batches.
@@ -107,11 +124,17 @@ def bubble_bound_ns(
         return 0
     launch = nanoseconds(profile.launch_s)
     work = max(0, bound - fixed_ns(profile, launches))
+
+    def added(micro_batches: int) -> int:
+        launched = (micro_batches - launches) * launch
+        return launched + pipeline.bubble_ns(launch + work // micro_batches)
+
     # Launch time rises and the bubble shrinks with K: the best K is where the two slopes cancel, or
     # the largest K.
-    even = math.isqrt(max(0, pipeline.bubble_ns(work) // launch)) if launch else most
-    choices = {min(max(k, launches), most) for k in (even, even + 1)}
-    least = min((k - launches) * launch + pipeline.bubble_ns(launch + work // k) for k in choices)
+    best = most
+    if launch:
+        best = math.isqrt(max(0, pipeline.bubble_ns(work) // launch))
+    least = min(added(min(max(k, launches), most)) for k in (best, best + 1))
     return max(0, least - ROUNDING)
 
 
@@ -121,18 +144,22 @@ def even_work_bound_ns(
     degrees: Integers,
     ranks: int,
     tokens_per_rank: int,
-    amounts: Amounts = BY_LENGTH,
+    overrides: WorkOverrides = NO_OVERRIDES,
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly
     spread, exchange free."""
-    attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees, amounts.pairs)).astype(
-        np.int64
-    )
-    tokens = lengths if amounts.products is None else lengths + amounts.products
-    linear = np.floor(profile.linear_s_per_token * NANOSECONDS * tokens).astype(np.int64)
-    fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
-    return fixed + (int(attention.sum()) + int(linear.sum()) + encoding_ns) // ranks
+    attention = whole_ring_attention_ns(profile, lengths, degrees, overrides.pairs)
+    tokens = lengths if overrides.products is None else lengths + overrides.products
+    linear = profile.linear_s_per_token * NANOSECONDS * tokens
+    work = _floor_sum(attention) + _floor_sum(linear) + encoding_ns
+    fixed = fixed_ns(profile, fewest_launches(lengths, ranks, tokens_per_rank))
+    return fixed + work // ranks
+
+
+def _floor_sum(nanoseconds: NDArray[np.floating[Any]]) -> int:
+    """Returns the sum of numbers that are each rounded down."""
+    return int(np.floor(nanoseconds).astype(np.int64).sum())
 
 
 def tight_step_bound_ns(
@@ -142,31 +169,34 @@ def tight_step_bound_ns(
     some degree."""
     beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank)
     least = -(-lengths // tokens_per_rank)
-    fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
+    fixed = fixed_ns(profile, fewest_launches(lengths, ranks, tokens_per_rank))
     longest, which = np.unique(lengths, return_inverse=True)
     longest = longest[-MOST:]
-    table = document_bound_ns(
-        profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank
-    )
+    all_degrees = np.arange(1, ranks + 1)
+    table = document_bound_ns(profile, longest[:, None], all_degrees[None, :], tokens_per_rank)
     looked_at = lengths >= longest[0]
     row = which[looked_at] - (int(which.max()) + 1 - len(longest))
 
+    def even_work_ns(degrees: Integers) -> int:
+        bound = even_work_bound_ns(
+            profile, lengths, degrees, ranks=ranks, tokens_per_rank=tokens_per_rank
+        )
+        return bound - fixed
+
     def holds(limit: int) -> bool:
         degrees = least.copy()
-        degrees[looked_at] = np.maximum(least[looked_at], 1 + (table <= limit).argmax(axis=1)[row])
-        return (
-            even_work_bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) <= fixed + limit
-        )
+        fast_enough = 1 + (table <= limit).argmax(axis=1)[row]
+        degrees[looked_at] = np.maximum(least[looked_at], fast_enough)
+        return even_work_ns(degrees) <= limit
 
     low = int(table.min(axis=1).max())
-    high = max(
-        low,
-        even_work_bound_ns(profile, lengths, np.full_like(lengths, ranks), ranks, tokens_per_rank)
-        - fixed,
-    )
+    high = max(low, even_work_ns(np.full_like(lengths, ranks)))
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
     return fixed + max(low, beside)
 
 
@@ -189,10 +219,9 @@ def beside_longest_bound_ns(
     time = document_bound_ns(profile, length, degrees, tokens_per_rank)
     fits = time < NEVER
     degrees, length, time = degrees[fits], length[fits], time[fits]
-    own_ns = (
-        whole_ring_attention_ns(profile, length, degrees)
-        + profile.linear_s_per_token * NANOSECONDS * length
-    ).astype(np.int64)
+    attention = whole_ring_attention_ns(profile, length, degrees)
+    linear = profile.linear_s_per_token * NANOSECONDS * length
+    own_ns = (attention + linear).astype(np.int64)
 
     def possible(nanoseconds: Integers, tokens: Integers) -> Integers:
         """Returns the most work of other documents with so many tokens in all and so much time,
@@ -201,10 +230,11 @@ def beside_longest_bound_ns(
         result: Integers = np.minimum(nanoseconds, most)
         return result
 
-    in_ring = possible(
-        np.maximum(0, degrees * time - own_ns), np.maximum(0, degrees * tokens_per_rank - length)
-    )
-    beside = possible((ranks - degrees) * time, (ranks - degrees) * tokens_per_rank)
+    idle_ns = np.maximum(0, degrees * time - own_ns)
+    free_tokens = np.maximum(0, degrees * tokens_per_rank - length)
+    in_ring = possible(idle_ns, free_tokens)
+    other_ranks = ranks - degrees
+    beside = possible(other_ranks * time, other_ranks * tokens_per_rank)
     left = np.maximum(0, int(work[-1]) - in_ring - beside)
     return int((time + left // ranks).min())
 
@@ -230,10 +260,9 @@ def tight_bound_s(plan: Plan) -> float:
     if plan.trees or plan.sources or plan.images:
         return plan.lower_bound_s
     lengths = np.array(plan.lengths, dtype=np.int64)
-    tight = (
-        tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
-    )
-    return max(tight, plan.lower_bound_s)  # only lower_bound_s counts the pipeline bubble
+    tight_ns = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank)
+    # Only lower_bound_s counts the pipeline bubble.
+    return max(tight_ns / NANOSECONDS, plan.lower_bound_s)
 
 
 def unavoidable_gap(tight_s: float, lower_s: float) -> float:
@@ -248,26 +277,30 @@ def document_bound_ns(
     """Returns a lower bound on the busiest rank's time for each document, on any ranks; NEVER where
     it does not fit."""
     attention = attention_ns(profile, lengths, degrees)
-    intra, inter = mate_ns(profile, lengths, degrees)
+    shard = largest_shards(lengths, degrees)
+    smallest = 2 * (lengths // (2 * degrees))
+    least_linear = linear_ns(profile, smallest)
+
+    mates = intra, inter = mate_ns(profile, lengths, degrees)
     fewest, _ = node_parts(degrees, profile.ranks_per_node, None)
     # Best split over both networks.
     both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)
-    _, across = gather_ns(profile, degrees, fewest, intra, inter)
+    _, across = gather_ns(profile, degrees, inside=fewest, mates=mates)
     latency, waited = latency_ns(profile)
-    exchange, (near, far) = latency + np.maximum(across, both), state_ns(profile)
-    # The latter waits longest.
-    shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))
-    least_linear = linear_ns(profile, smallest)
+    exchange = latency + np.maximum(across, both)
+
+    near, far = state_ns(profile)
     states = (degrees - 1) * (near * far // max(1, near + far))  # on every rank, at best
+    most_states = np.maximum((degrees - fewest) * far, states)
     waits = waited + received_ns(profile, lengths, degrees)
-    most_states = np.maximum((degrees - fewest) * far, states) + waits + split_ns(profile, smallest)
-    exposed = exposed_ns(profile, attention, least_linear, exchange) + most_states
-    fullest = linear_ns(profile, shard) + np.where(
-        degrees > 1, states + waits + split_ns(profile, shard), 0
-    )
+
+    # The fullest rank computes longest; the rank with the fewest mates in its node waits longest.
+    beside_linear = states + waits + split_ns(profile, shard)
+    fullest = linear_ns(profile, shard) + np.where(degrees > 1, beside_linear, 0)
+    exposed = exposed_ns(profile, attention, least_linear, exchange)
+    exposed += most_states + waits + split_ns(profile, smallest)
+    waiting = least_linear + np.where(degrees > 1, exposed, 0)
     rounding = 6 + 4 * degrees  # the time of every peer was rounded up
-    time = (
-        attention + np.maximum(fullest, least_linear + np.where(degrees > 1, exposed, 0)) - rounding
-    )
+    time = attention + np.maximum(fullest, waiting) - rounding
     result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), NEVER)
     return result

@@ -37,13 +37,13 @@ def cuts_blocks(columns: int, ranks: int) -> bool:
 def state_bytes(parameters: int, sizes: Mapping[Matrix, int]) -> int:
     """Returns the bytes of two moments of `parameters` numbers, a part of as many matrices as
     `sizes` says."""
-    numbers, moment = 0, 0
+    numbers = moment = 0
     for matrix, times in sizes.items():
         rows = matrix.count * matrix.rows
         held = rows * matrix.columns
-        small = not in_8_bits((rows, matrix.columns))
         numbers += times * held
-        moment += times * (
-            FLOAT32 * held if small else held + FLOAT32 * rows * blocks_of_row(matrix.columns)
-        )
+        if in_8_bits((rows, matrix.columns)):
+            moment += times * (held + FLOAT32 * rows * blocks_of_row(matrix.columns))
+        else:
+            moment += times * FLOAT32 * held
     return 2 * moment * parameters // max(1, numbers)

@@ -12,15 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.assignment import (
-    Assignment,
-    Integers,
-    largest_shards,
-    spread,
-    tokens_on_ranks,
-)
-from longctx.planning.cost.amounts import BY_LENGTH, Amounts, Floats
+from longctx.planning.assignment import Assignment, Integers, Runs, largest_shards, tokens_on_ranks
 from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
+from longctx.planning.cost.work_overrides import NO_OVERRIDES, Floats, WorkOverrides
 from longctx.planning.hardware_profile import BESIDE, EfficiencyTable, HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
@@ -91,7 +85,7 @@ def whole_ring_attention_ns(
 ) -> Floats:
     """Returns the attention time summed over the ranks of each ring, in nanoseconds, unrounded.
 
-    `pairs`: attention area of every document (see `Amounts`); None: its length squared.
+    `pairs`: attention area of every document (see `WorkOverrides`); None: its length squared.
     """
     s = lengths.astype(np.float64)
     area = s * s if pairs is None else pairs
@@ -111,15 +105,17 @@ def linear_ns(profile: HardwareProfile, tokens: Integers | Floats) -> Integers:
     return result
 
 
-def beyond_ns(profile: HardwareProfile, amounts: Amounts, degrees: Integers) -> Integers | int:
+def beyond_ns(
+    profile: HardwareProfile, overrides: WorkOverrides, degrees: Integers
+) -> Integers | int:
     """Returns the time in nanoseconds, per rank of each ring, of matrices that lengths do not show;
     it may be negative."""
-    return 0 if amounts.products is None else linear_ns(profile, amounts.products / degrees)
+    return 0 if overrides.products is None else linear_ns(profile, overrides.products / degrees)
 
 
-def keys_of(lengths: Integers, amounts: Amounts) -> Integers | Floats:
+def keys_of(lengths: Integers, overrides: WorkOverrides) -> Integers | Floats:
     """Returns the tokens whose K and V each document exchanges."""
-    return lengths if amounts.keys is None else amounts.keys
+    return lengths if overrides.keys is None else overrides.keys
 
 
 def mate_ns(
@@ -172,7 +168,7 @@ def alone_ns(
     offset: Integers | None = None,
     *,
     round_price: float = 0.0,
-    amounts: Amounts = BY_LENGTH,
+    overrides: WorkOverrides = NO_OVERRIDES,
     encoding: Integers | None = None,
 ) -> Integers:
     """Returns the time of a ring's busiest rank if the ranks hold no other document.
@@ -182,47 +178,45 @@ def alone_ns(
     `round_price`: see `exposed_ns`; `encoding`: nanoseconds of the images on the rank that has most
     of them.
     """
-    attention = attention_ns(profile, lengths, degrees, amounts.pairs)
+    attention = attention_ns(profile, lengths, degrees, overrides.pairs)
+    shards = largest_shards(lengths, degrees)
+    linear = linear_ns(profile, shards) + beyond_ns(profile, overrides, degrees)
+
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
-    intra, inter = mate_ns(profile, keys_of(lengths, amounts), degrees)
-    inside, _ = gather_ns(profile, degrees, most, intra, inter)
-    _, across = gather_ns(profile, degrees, fewest, intra, inter)
+    mates = mate_ns(profile, keys_of(lengths, overrides), degrees)
+    inside, _ = gather_ns(profile, degrees, inside=most, mates=mates)
+    _, across = gather_ns(profile, degrees, inside=fewest, mates=mates)
     latency, waited = latency_ns(profile)
-    exchange, shards = latency + np.maximum(inside, across), largest_shards(lengths, degrees)
-    linear = linear_ns(profile, shards) + beyond_ns(profile, amounts, degrees)
+    exchange = latency + np.maximum(inside, across)
+    exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
+
     near, far = state_ns(profile)
-    states = (
-        waited + np.maximum((most - 1) * near, (degrees - fewest) * far) + split_ns(profile, shards)
-    )
-    states = states + received_ns(profile, lengths, degrees)
-    exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price) + states
-    result: Integers = (
-        linear
-        + attention
-        + np.where(degrees > 1, exposed, 0)
-        + (0 if encoding is None else encoding)
-    )
-    return result
+    exposed += waited + np.maximum((most - 1) * near, (degrees - fewest) * far)
+    exposed += split_ns(profile, shards) + received_ns(profile, lengths, degrees)
+    result: Integers = linear + attention + np.where(degrees > 1, exposed, 0)
+    return result if encoding is None else result + encoding
 
 
 def gather_ns(
     profile: HardwareProfile,
     degrees: Integers,
+    *,
     inside: Integers,
-    intra_ns: Integers,
-    inter_ns: Integers,
+    mates: tuple[Integers, Integers],
 ) -> tuple[Integers, Integers]:
     """Returns the time of a rank's exchange inside its node and across nodes, with `inside` ranks
     of the ring in its node.
 
-    `intra_ns` and `inter_ns` are the times for one peer. With two exchange levels, the ranks of a
-    node share the rows that come from other nodes and pass them on to each other.
+    `mates`: the times for one peer (`mate_ns`). With two exchange levels, the ranks of a node share
+    the rows that come from other nodes and pass them on to each other.
     """
+    intra_ns, inter_ns = mates
+    near, far = inside - 1, degrees - inside
     if profile.exchange_levels == 1:
-        return (inside - 1) * intra_ns, (degrees - inside) * inter_ns
-    return -(-((inside - 1) * degrees * intra_ns) // inside), -(
-        -((degrees - inside) * inter_ns) // inside
-    )
+        return near * intra_ns, far * inter_ns
+    relayed = -(-(near * degrees * intra_ns) // inside)
+    shared = -(-(far * inter_ns) // inside)
+    return relayed, shared
 
 
 def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
@@ -339,33 +333,31 @@ def score(
     pipeline: Pipeline = NO_PIPELINE,
     *,
     round_price: float = 0.0,
-    amounts: Amounts = BY_LENGTH,
+    overrides: WorkOverrides = NO_OVERRIDES,
     encoding: EncodingTimes = NO_ENCODING,
 ) -> StepTimes:
     """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see
     `exposed_ns`."""
-    a = assignment
-    shape = (a.micro_batches, ranks)
-    stop = a.first_rank + a.degree
-    of_documents = attention_ns(profile, lengths, a.degree, amounts.pairs)
-    attention = spread(of_documents, a.micro_batch, a.first_rank, stop, shape)
-    linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
-    if amounts.products is not None:
-        linear += spread(
-            np.asarray(beyond_ns(profile, amounts, a.degree)),
-            a.micro_batch,
-            a.first_rank,
-            stop,
-            shape,
-        )
-    exchange = exchange_ns(profile, keys_of(lengths, amounts), a, shape)
+    shape = assignment.micro_batches, ranks
+    runs = assignment.runs(shape)
+    of_documents = attention_ns(profile, lengths, assignment.degree, overrides.pairs)
+    attention = runs.spread(of_documents)
+    linear = linear_ns(profile, tokens_on_ranks(lengths, assignment, shape))
+    if overrides.products is not None:
+        linear += runs.spread(np.asarray(beyond_ns(profile, overrides, assignment.degree)))
+    exchange = exchange_ns(profile, keys_of(lengths, overrides), assignment, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
-    exposed += states_ns(profile, lengths, a, shape)
-    of_images = encoding.ring_ns(np.arange(len(lengths)), a.degree)
-    images = spread(of_images, a.micro_batch, a.first_rank, stop, shape)
-    launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
-    time = linear + attention + images + exposed
-    return StepTimes(time, exposed, of_documents, images, launch_ns, step_ns, pipeline)
+    exposed += states_ns(profile, lengths, assignment, shape)
+    images = runs.spread(encoding.ring_ns(np.arange(len(lengths)), assignment.degree))
+    return StepTimes(
+        time=linear + attention + images + exposed,
+        exposed=exposed,
+        attention=of_documents,
+        encoding=images,
+        launch_ns=nanoseconds(profile.launch_s),
+        step_ns=nanoseconds(profile.step_s),
+        pipeline=pipeline,
+    )
 
 
 def exchange_ns(
@@ -374,15 +366,14 @@ def exchange_ns(
     """Returns the time of every rank's exchange of K and V in every micro-batch, an array of
     `shape` in nanoseconds."""
     rings = np.flatnonzero(a.degree > 1)
-    one_peer, (latency, _) = mate_ns(profile, lengths[rings], a.degree[rings]), latency_ns(profile)
-    return _exchanged(
-        profile,
-        a,
-        rings,
-        shape,
-        latency,
-        lambda mates: gather_ns(profile, a.degree[rings], mates, *one_peer),
-    )
+    degree = a.degree[rings]
+    mates = mate_ns(profile, lengths[rings], degree)
+    latency, _ = latency_ns(profile)
+
+    def times(inside: Integers) -> tuple[Integers, Integers]:
+        return gather_ns(profile, degree, inside=inside, mates=mates)
+
+    return _exchanged(profile, a[rings].runs(shape), times, latency=latency)
 
 
 def states_ns(
@@ -396,67 +387,55 @@ def states_ns(
     """
     if not any(getattr(profile, name) for name in BESIDE):
         return np.zeros(shape, dtype=np.int64)
-    rings, (near, far), (_, latency) = (
-        np.flatnonzero(a.degree > 1),
-        state_ns(profile),
-        latency_ns(profile),
-    )
+    rings = np.flatnonzero(a.degree > 1)
+    degree = a.degree[rings]
+    near, far = state_ns(profile)
+    _, latency = latency_ns(profile)
+
+    def times(inside: Integers) -> tuple[Integers, Integers]:
+        return (inside - 1) * near, (degree - inside) * far
+
+    exchanged = _exchanged(profile, a[rings].runs(shape), times, latency=latency)
     tokens = tokens_on_ranks(np.where(a.degree > 1, lengths, 0), a, shape)
-    exchanged = _exchanged(
-        profile,
-        a,
-        rings,
-        shape,
-        latency,
-        lambda mates: ((mates - 1) * near, (a.degree[rings] - mates) * far),
-    )
-    expanded = received_ns(profile, lengths, a.degree)
-    stop = a.first_rank + a.degree
-    return (
-        exchanged
-        + split_ns(profile, tokens)
-        + spread(expanded, a.micro_batch, a.first_rank, stop, shape)
-    )
+    expanded = a.runs(shape).spread(received_ns(profile, lengths, a.degree))
+    return exchanged + split_ns(profile, tokens) + expanded
 
 
 def _exchanged(
     profile: HardwareProfile,
-    a: Assignment,
-    rings: Integers,
-    shape: tuple[int, int],
-    latency: int,
+    rings: Runs,
     times: Callable[[Integers], tuple[Integers, Integers]],
+    *,
+    latency: int,
 ) -> Integers:
     """Returns the time of every rank's messages inside its node and across nodes, whichever is
     longer, after `latency`.
 
     `times` returns both for every ring of a rank with so many of the ring's ranks in its node.
     """
-    row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
-    intra, inter = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    for start, end, mates in ring_parts(profile, a, rings):
+    intra = np.zeros(rings.shape, dtype=np.int64)
+    inter = np.zeros(rings.shape, dtype=np.int64)
+    for part, mates in ring_parts(profile, rings):
         inside, across = times(mates)
-        intra += spread(inside, row, start, end, shape)
-        inter += spread(across, row, start, end, shape)
-    in_ring = spread(np.ones_like(first), row, first, first + degree, shape) > 0
+        intra += part.spread(inside)
+        inter += part.spread(across)
+    in_ring = rings.spread(np.ones_like(rings.start)) > 0
     result: Integers = np.where(in_ring, latency + np.maximum(intra, inter), 0)
     return result
 
 
-def ring_parts(
-    profile: HardwareProfile, a: Assignment, rings: Integers
-) -> tuple[tuple[Integers, Integers, Integers], ...]:
-    """Splits `rings`, documents of `a`, at node boundaries into their first node, full nodes and
-    last node.
+def ring_parts(profile: HardwareProfile, rings: Runs) -> tuple[tuple[Runs, Integers], ...]:
+    """Splits rings at node boundaries into their first node, full nodes and last node.
 
-    Returns first rank, last rank + 1 and the ring's ranks on each node of the three parts.
+    Returns the ranks of each of the three parts, and the number of the ring's ranks on each of its
+    nodes.
     """
-    node, first = profile.ranks_per_node, a.first_rank[rings]
-    stop = first + a.degree[rings]
+    node = profile.ranks_per_node
+    first, stop = rings.start, rings.stop
     head_stop = np.minimum(stop, (first // node + 1) * node)
     tail_start = np.maximum(head_stop, (stop - 1) // node * node)
     return (
-        (first, head_stop, head_stop - first),
-        (head_stop, tail_start, np.full_like(first, node)),
-        (tail_start, stop, np.maximum(1, stop - tail_start)),
+        (rings._replace(stop=head_stop), head_stop - first),
+        (rings._replace(start=head_stop, stop=tail_start), np.full_like(first, node)),
+        (rings._replace(start=tail_start), np.maximum(1, stop - tail_start)),
     )

@@ -17,8 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
-from longctx.planning.cost.amounts import BY_LENGTH, Amounts, Floats
+from longctx.planning.assignment import Assignment, Integers, remote_tokens
 from longctx.planning.cost.model import (
     StepTimes,
     keys_of,
@@ -29,6 +28,7 @@ from longctx.planning.cost.model import (
     states_ns,
 )
 from longctx.planning.cost.tower import EncodingTimes
+from longctx.planning.cost.work_overrides import NO_OVERRIDES, Floats, WorkOverrides
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
@@ -49,7 +49,7 @@ def choose_rounds(
     a: Assignment,
     timed: StepTimes,
     max_remote_tokens: int | None = None,
-    amounts: Amounts = BY_LENGTH,
+    overrides: WorkOverrides = NO_OVERRIDES,
 ) -> tuple[Integers, StepTimes]:
     """Returns the number of exchange rounds of every document, and the times of the assignment with
     them.
@@ -66,19 +66,18 @@ def choose_rounds(
         np.maximum.at(fewest, a.micro_batch, a.degree - 1)
         remote = remote_tokens(lengths, a, timed.time.shape).max(axis=1)
         fewest = np.clip(-(-remote // max_remote_tokens), 1, fewest)
-    exchange = _ExchangeTimes(profile, lengths, a, timed, amounts)
-    least = exchange.possible(fewest[exchange.row])
+    exchange = _ExchangeTimes(profile, lengths, a, timed, overrides=overrides)
+    least = exchange.possible(fewest[exchange.runs.row])
     chosen, time = least, exchange.time(least)
     for count in CHOICES:
         more = np.maximum(least, exchange.possible(count))
         for candidate in (np.where(exchange.in_a_node, least, more), more):
-            if (candidate != chosen).any():
-                its_time = exchange.time(candidate)
-                faster = its_time.max(axis=1) < time.max(axis=1)
-                chosen, time = (
-                    np.where(faster[exchange.row], candidate, chosen),
-                    np.where(faster[:, None], its_time, time),
-                )
+            if (candidate == chosen).all():
+                continue
+            its_time = exchange.time(candidate)
+            faster = its_time.max(axis=1) < time.max(axis=1)
+            chosen = np.where(faster[exchange.runs.row], candidate, chosen)
+            time = np.where(faster[:, None], its_time, time)
     rounds[exchange.rings] = chosen
     return rounds, exchange.score(timed, time)
 
@@ -86,17 +85,17 @@ def choose_rounds(
 def plan_score(plan: Plan) -> StepTimes:
     """Returns the predicted times of a plan."""
     lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
-    amounts = Amounts.of(lengths, plan.trees, plan.sources, plan.parts)
+    overrides = WorkOverrides.of(lengths, plan.trees, plan.sources, plan.parts)
     timed = score(
         plan.profile,
         lengths,
         a,
-        plan.ranks,
-        plan.pipeline,
-        amounts=amounts,
+        ranks=plan.ranks,
+        pipeline=plan.pipeline,
+        overrides=overrides,
         encoding=EncodingTimes(plan.images),
     )
-    exchange = _ExchangeTimes(plan.profile, lengths, a, timed, amounts)
+    exchange = _ExchangeTimes(plan.profile, lengths, a, timed, overrides=overrides)
     rounds = np.ones_like(lengths)
     for p in (p for placements in plan.micro_batches for p in placements):
         rounds[p.document] = p.rounds
@@ -107,15 +106,19 @@ class _ExchangeTimes:
     """The exchange of an assignment; arrays [micro-batches, ranks] in nanoseconds, others by ring.
 
     Attributes:
-        rings, row: documents of degree > 1, and the micro-batch of each.
-        in_a_node, two_levels: whether a ring is inside one node, and whether it is exchanged in two
-            levels.
-        busy, states, exposed: time without the exchange, `states_ns`, and what else is not hidden
-            in `cost.model.score`.
-        attention, remote, node: attention that hides messages: to all rows, to rows of other ranks,
-            and to rows of the own node in rings that are exchanged in two levels.
+        rings: documents of degree > 1.
+        runs: their ranks; row i is micro-batch i.
+        in_a_node: whether a ring is inside one node.
+        two_levels: whether it is exchanged in two levels.
+        busy: time without the exchange.
+        states: `states_ns`.
+        exposed: what else is not hidden in `cost.model.score`.
+        attention: attention that hides messages.
+        remote: the part of it that is attention to rows of other ranks.
+        node: the part of it that is attention to rows of the own node in rings that are exchanged
+            in two levels.
         queries: computation of queries that hides messages.
-        whole: inside the node, from relays, and across nodes: messages of a pass in one round.
+        whole: messages of a pass in one round: see `messages`.
     """
 
     def __init__(
@@ -124,45 +127,35 @@ class _ExchangeTimes:
         lengths: Integers,
         a: Assignment,
         timed: StepTimes,
-        amounts: Amounts = BY_LENGTH,
+        overrides: WorkOverrides = NO_OVERRIDES,
     ) -> None:
         self.profile, self.shape = profile, timed.time.shape
-        self.busy, self.states = (
-            timed.time - timed.exposed,
-            states_ns(profile, lengths, a, self.shape),
-        )
+        self.busy = timed.time - timed.exposed
+        self.states = states_ns(profile, lengths, a, self.shape)
         self.exposed = timed.exposed - self.states
+
         self.rings = rings = np.flatnonzero(a.degree > 1)
-        self.row, self.first, self.degree = (
-            a.micro_batch[rings],
-            a.first_rank[rings],
-            a.degree[rings],
-        )
+        self.degree = a.degree[rings]
+        self.runs = a[rings].runs(self.shape)
         self.tokens = -(-lengths[rings] // self.degree)
-        nodes = (
-            (self.first + self.degree - 1) // profile.ranks_per_node
-            - self.first // profile.ranks_per_node
-            + 1
-        )
+        node = profile.ranks_per_node
+        nodes = (self.runs.stop - 1) // node - self.runs.start // node + 1
         self.in_a_node = nodes == 1
         self.two_levels = (nodes > 1) & (nodes < self.degree) & (profile.exchange_levels == 2)
-        self.parts, self.mate_ns = (
-            ring_parts(profile, a, rings),
-            mate_ns(profile, keys_of(lengths, amounts)[rings], self.degree),
-        )
-        attention, hides = timed.attention, profile.overlap
-        self.attention = hides * spread(
-            attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape
-        )
-        self.queries: Floats = profile.query_share * (
-            hides * (self.busy - timed.encoding) - self.attention
-        )
-        self.ring_work = attention[rings] * (self.degree - 1) // self.degree
-        self.remote = hides * self._on_ring(self.ring_work)
+        self.parts = ring_parts(profile, self.runs)
+        self.mate_ns = mate_ns(profile, keys_of(lengths, overrides)[rings], self.degree)
+
+        hides = profile.overlap
+        self.attention = hides * a.runs(self.shape).spread(timed.attention)
+        other_work = hides * (self.busy - timed.encoding) - self.attention
+        self.queries: Floats = profile.query_share * other_work
+        of_rings = timed.attention[rings]
+        self.ring_work = of_rings * (self.degree - 1) // self.degree
+        self.remote = hides * self.runs.spread(self.ring_work)
         self.node: Floats = np.zeros(self.shape)
-        for start, stop, inside in self.parts:
-            work = np.where(self.two_levels, attention[rings] * (inside - 1) // self.degree, 0)
-            self.node += hides * spread(work, self.row, start, stop, self.shape)
+        for part, inside in self.parts:
+            work = np.where(self.two_levels, of_rings * (inside - 1) // self.degree, 0)
+            self.node += hides * part.spread(work)
         self.whole = self.messages(np.ones_like(self.degree))
 
     def possible(self, rounds: Integers | int) -> Integers:
@@ -177,7 +170,7 @@ class _ExchangeTimes:
     def time(self, rounds: Integers) -> Integers:
         """Returns the times with so many rounds of every ring. They are never below those of
         `cost.model.score`."""
-        price = PRICE * linear_ns(self.profile, self._on_ring(self.tokens * (rounds - 1)))
+        price = PRICE * linear_ns(self.profile, self.runs.spread(self.tokens * (rounds - 1)))
         waits = np.rint(np.maximum(self.exposed, self.waits(rounds)) + price).astype(np.int64)
         result: Integers = self.busy + waits + self.states
         return result
@@ -185,20 +178,18 @@ class _ExchangeTimes:
     def messages(self, rounds: Integers) -> tuple[Floats, Floats, Floats]:
         """Returns the time of the first round's messages of a pass: inside the node, across nodes,
         and inside from relays."""
-        sums = np.zeros((3, *self.shape), dtype=np.int64)
         intra_ns, inter_ns = self.mate_ns
-        for start, stop, mates in self.parts:
-            elsewhere = self.degree - mates
-            # In two levels: all in the first round.
-            inside = (mates - 1) * intra_ns // np.where(self.two_levels, 1, rounds)
-            across = elsewhere * inter_ns // np.where(self.two_levels, mates * rounds, rounds)
-            relayed = np.where(
-                self.two_levels, (mates - 1) * elsewhere * intra_ns // (mates * rounds), 0
-            )
-            for total, values in zip(sums, (inside, across, relayed), strict=True):
-                total += spread(values, self.row, start, stop, self.shape)
-        inside, across, relayed = sums / PASSES
-        return inside, across, relayed
+        inside, across, relayed = np.zeros((3, *self.shape), dtype=np.int64)
+        for part, mates in self.parts:
+            near, elsewhere = mates - 1, self.degree - mates
+            # In two levels, messages inside the node are all in the first round.
+            its_rounds = np.where(self.two_levels, 1, rounds)
+            inside += part.spread(near * intra_ns // its_rounds)
+            senders = np.where(self.two_levels, mates * rounds, rounds)
+            across += part.spread(elsewhere * inter_ns // senders)
+            from_relays = near * elsewhere * intra_ns // (mates * rounds)
+            relayed += part.spread(np.where(self.two_levels, from_relays, 0))
+        return inside / PASSES, across / PASSES, relayed / PASSES
 
     def waits(self, rounds: Integers) -> Floats:
         """Returns the time that every rank waits for messages, of all passes, with so many rounds
@@ -213,23 +204,25 @@ class _ExchangeTimes:
         all_inside, all_across, all_relayed = self.whole
         first = np.maximum(inside, across)
         further = np.maximum(all_inside + all_relayed, all_across) - first
-        two_levels = self._on_ring(self.two_levels.astype(np.int64)) > 0
+        two_levels = self.runs.spread(self.two_levels.astype(np.int64)) > 0
         second = np.where(
             two_levels, np.maximum(relayed, np.minimum(across, all_across - across)), 0
         )
         # Attention to the rows of all rounds, and of the last one, of rings that have more than
         # one.
-        every, last = (
-            self.profile.overlap * self._on_ring(np.where(rounds > 1, self.ring_work // parts, 0))
-            for parts in (1, rounds)
-        )
-        own_ns, before_second = self.attention - self.remote, np.where(relayed > 0, self.node, last)
+        overlap, several = self.profile.overlap, rounds > 1
+        every = overlap * self.runs.spread(np.where(several, self.ring_work, 0))
+        last = overlap * self.runs.spread(np.where(several, self.ring_work // rounds, 0))
+        own_ns = self.attention - self.remote
+        before_second = np.where(relayed > 0, self.node, last)
+        forward_queries = FORWARD_LINEAR * self.queries
+        backward_queries = (1 - FORWARD_LINEAR) * self.queries
 
-        share, queries = FORWARD_ATTENTION, FORWARD_LINEAR * self.queries
+        share = FORWARD_ATTENTION
         more = np.maximum(second - share * before_second, further - share * (every - last))
-        forward = np.maximum(0, first - share * own_ns - queries) + np.maximum(0, more)
+        forward = np.maximum(0, first - share * own_ns - forward_queries) + np.maximum(0, more)
 
-        share, queries = 1 - FORWARD_ATTENTION, (1 - FORWARD_LINEAR) * self.queries
+        share = 1 - FORWARD_ATTENTION
         # Links are idle between the second fetch and the first gradients, and before the last
         # gradients.
         idle = np.where(two_levels, 0, np.maximum(0, share * last - first))
@@ -239,11 +232,7 @@ class _ExchangeTimes:
         backward = (
             np.maximum(0, first - share * own_ns)
             + np.maximum(0, more)
-            + np.maximum(0, first + second - queries)
+            + np.maximum(0, first + second - backward_queries)
         )
         result: Floats = forward + backward
         return result
-
-    def _on_ring(self, values: Integers) -> Integers:
-        """Adds the values of all rings on each of their ranks."""
-        return spread(values, self.row, self.first, self.first + self.degree, self.shape)

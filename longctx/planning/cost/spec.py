@@ -33,7 +33,7 @@ class Scan:
         state_size: values of its state and of its transition, which segments of a split document
             send to each other.
         flops: matrix products of its scan in float32, in a long document.
-        split_flops: how many more in a document on several ranks: those of the transitions, and of
+        split_flops: how many more in a document on several ranks: for the transitions, and for
             outputs from the states that other ranks send.
         kept: bytes that it keeps for backward.
         working: bytes that backward needs beside.
@@ -245,7 +245,7 @@ class ModelSpec:
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the
             operations of attention.
         encoder_layers: number of blocks of an encoder, the first of `layers`, which tokens of
-            sources run through; those of targets run through the others. 0: there is no encoder.
+            sources run through; tokens of targets run through the others. 0: there is no encoder.
         tower_parameters: parameters of an encoder of images, with what projects its features.
         tower_values: values that it keeps for backward for a token of an image.
         tower: its sizes, from which its operations are counted; None without one.
@@ -375,19 +375,16 @@ class ModelSpec:
         )
         source = sum(of_layers[: self.encoder_layers]) + crossed
         target = sum(of_layers) - source + self.vocabulary_parameters
-        read, written = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
-        queries, own_queries = (
-            sum(layer.num_attention_heads * layer.head_dim for layer in part)
-            for part in (read, written)
-        )
-        keys, own_keys = (
-            sum(layer.num_key_value_heads * layer.head_dim for layer in part)
-            for part in (read, written)
-        )
+        queries = [layer.num_attention_heads * layer.head_dim for layer in self.layers]
+        keys = [layer.num_key_value_heads * layer.head_dim for layer in self.layers]
+        encoder_queries = sum(queries[: self.encoder_layers])
+        decoder_queries = sum(queries[self.encoder_layers :])
+        encoder_keys = sum(keys[: self.encoder_layers])
+        decoder_keys = sum(keys[self.encoder_layers :])
         return PartCosts(
-            attention=queries / own_queries,
+            attention=encoder_queries / decoder_queries,
             products=2 * source / (source + target),
-            keys=2 * (keys + own_keys) / (keys + 2 * own_keys),
+            keys=2 * (encoder_keys + decoder_keys) / (encoder_keys + 2 * decoder_keys),
         )
 
     def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
@@ -404,6 +401,5 @@ class ModelSpec:
             for layer in self.layers
             for start, stop in runs
         )
-        return 2 * self.multiplied_parameters * sum(lengths) + sum(flops) * (
-            1 if self.causal else 2
-        )
+        directions = 1 if self.causal else 2
+        return 2 * self.multiplied_parameters * sum(lengths) + directions * sum(flops)

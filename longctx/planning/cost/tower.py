@@ -22,7 +22,7 @@ class TowerSpec:
     Attributes:
         patch_weights, block_weights, token_weights: parameters that multiply every patch before the
             blocks, every patch in a block, and every token of an image after them.
-        blocks, windowed, unused: number of blocks, of those with attention in windows, and of the
+        blocks, windowed, unused: number of blocks, of blocks with attention in windows, and of the
             last ones, whose output is not used: they have no backward.
         width: query heads × head size.
         merge, window: patches along the edge of a token, and tokens along the edge of a window.
@@ -54,10 +54,8 @@ class TowerSpec:
         if self.windowed:
             edge = self.merge * self.window
             seen += self.windowed * _squares(height, edge) * _squares(width, edge)
-        before, after = (
-            2 * self.patch_weights * time * height * width,
-            2 * self.token_weights * tokens,
-        )
+        before = 2 * self.patch_weights * time * height * width
+        after = 2 * self.token_weights * tokens
         blocks = 2 * time * (self.blocks * self.block_weights * frame + 2 * self.width * seen)
         backward = before + 2 * (blocks * (self.blocks - self.unused) // self.blocks + after)
         return before + blocks + after + round(trained * backward)
@@ -86,13 +84,12 @@ class EncodingTimes:
 
     def __init__(self, images: ImageWorks) -> None:
         self.works = images
+        # Largest first.
         self._images = {
-            document: sorted(
-                ((work.patches, work.time_ns) for work in works), key=lambda work: -work[0]
-            )
+            document: sorted(works, key=lambda work: -work.patches)
             for document, works in images.items()
         }
-        self.whole_ns = sum(time for works in self._images.values() for _, time in works)
+        self.whole_ns = sum(work.time_ns for works in images.values() for work in works)
         """Sum over all images."""
         # Of images, by document.
         self._counts = np.zeros(1 + max(images, default=0), dtype=np.int64)
@@ -112,7 +109,8 @@ class EncodingTimes:
         rows = np.minimum(documents, last)
         ranks = np.where(documents <= last, np.minimum(degrees, self._counts[rows]), 0)
         result: Integers = self._found[rows, ranks]
-        if (new := result < 0).any():
+        new = result < 0
+        if new.any():
             for document, count in set(zip(rows[new].tolist(), ranks[new].tolist(), strict=True)):
                 self._found[document, count] = self._busiest_ns(document, count)
             result = self._found[rows, ranks]
@@ -122,13 +120,13 @@ class EncodingTimes:
         """As `spread_images` spreads the images of one document, which is quicker with a heap of
         patches · ranks + rank."""
         works = self._images[document]
-        times = [time for _, time in works[:ranks]]
-        loads = [patches * ranks + rank for rank, (patches, _) in enumerate(works[:ranks])]
+        times = [work.time_ns for work in works[:ranks]]
+        loads = [work.patches * ranks + rank for rank, work in enumerate(works[:ranks])]
         heapq.heapify(loads)
-        for patches, time in works[ranks:]:
+        for work in works[ranks:]:
             load = loads[0]
-            heapq.heapreplace(loads, load + patches * ranks)
-            times[load % ranks] += time
+            heapq.heapreplace(loads, load + work.patches * ranks)
+            times[load % ranks] += work.time_ns
         return max(times)
 
 

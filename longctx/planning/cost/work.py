@@ -53,10 +53,10 @@ class RankWork:
             and passes.
         split: parameters that tokens of documents on several ranks are multiplied with beside, as
             `computed`.
-        received: parameters that tokens from other ranks are multiplied with, as `computed`: those
-            that expand latents.
-        exchanges: number of layers that exchange K and V, and those of linear attention by how
-            often they exchange.
+        received: parameters that tokens from other ranks are multiplied with, as `computed`: they
+            expand latents.
+        exchanges: number of layers that exchange K and V, and of linear attention by how often they
+            exchange.
     """
 
     layers: int
@@ -103,52 +103,49 @@ def work_of(
     """
     _check_kv_heads(spec, tensor)
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
-    hidden_bytes, again = spec.hidden_size * ELEMENT_BYTES[dtype], recompute == "full"
+    hidden_bytes = spec.hidden_size * ELEMENT_BYTES[dtype]
+    again = recompute == "full"
+    passes = 3 + again - keep_kv
+    share = 2 if spec.encoder_layers else 1  # of what every token of an encoder-decoder counts for
+
     matrices = sum(layer.matrix_parameters + layer.idle_parameters for layer in layers) + head
-    experts, expert_ranks = sum(layer.expert_parameters for layer in layers), expert * tensor
+    experts = sum(layer.expert_parameters for layer in layers)
+    expert_ranks = expert * tensor
+    queries = sum(layer.query_parameters for layer in layers)
+
     attending = [layer for layer in layers if layer.attends]
-    decoder, share = attending[spec.encoder_layers :], 2 if spec.encoder_layers else 1
-    heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
-    linear, passes = [layer.scan for layer in layers if layer.scan is not None], 3 + again - keep_kv
-    linear_passes = 2 + (recompute != "none")
-    scans = [
-        _scanned(scan, 1 if fused and scan.delta_rule else FLOAT32[dtype], recompute)
-        for scan in linear
-    ]
+    decoder = attending[spec.encoder_layers :]
     exchanging = attending + (decoder if spec.encoder_layers else [])  # cross-attention
     kv_bytes = sum(
         kv_bytes_per_token(layer.sent_values(tensor), ELEMENT_BYTES[dtype], passes)
         for layer in exchanging
     )
+    # Backward expands again; frozen weights have no gradient.
+    expansions = 4 + again - spec.adapted
+    latents = sum(layer.latent.parameters for layer in attending)
+
+    linear = [layer.scan for layer in layers if layer.scan is not None]
+    linear_passes = 2 + (recompute != "none")
+    states = sum(scan.state_size for scan in linear)
+    scanned, split = _scanned(linear, dtype, recompute, fused=fused)
+    computed = _computed(spec, layers, head, recompute) + scanned
     return RankWork(
         layers=len(layers),
         weights=(matrices - experts + experts / expert) / tensor,
-        computed=(_computed(spec, layers, head, recompute) + sum(scan for scan, _ in scans))
-        / tensor
-        / share,
-        # Profiles need positive constants, also for models without softmax attention.
-        attention=max(
-            1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)
-        ),
+        computed=computed / tensor / share,
+        attention=_attention(spec, decoder, again=again, tensor=tensor),
         kv_bytes=max(1, kv_bytes // share),
         tensor=tensor,
         tensor_bytes=_tensor_bytes(len(layers), hidden_bytes, recompute, tensor),
-        pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,
+        pipeline_bytes=_pipeline_bytes(pipeline, hidden_bytes, tensor),
         gpus=gpus if pipeline.ranks > 1 else 1,
-        queries=sum(layer.query_parameters for layer in layers) * (2 + again) / 3 / tensor,
+        queries=queries * (2 + again) / 3 / tensor,
         expert_weights=experts / expert_ranks,
         expert_ranks=expert_ranks if experts else 1,
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
-        state_bytes=SEGMENTS
-        * STATE_BYTES
-        * sum(scan.state_size for scan in linear)
-        * linear_passes,
-        split=sum(split for _, split in scans) / tensor,
-        # Backward expands again; frozen weights have no gradient.
-        received=sum(layer.latent.parameters for layer in attending)
-        * (4 + again - spec.adapted)
-        / 3
-        / tensor,
+        state_bytes=SEGMENTS * STATE_BYTES * states * linear_passes,
+        split=split / tensor,
+        received=latents * expansions / 3 / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
     )
 
@@ -167,16 +164,24 @@ def _slowest_rank(
 ) -> tuple[list[LayerSpec], int]:
     """Returns the blocks, and the parameters of the head, of the pipeline rank with most work; the
     last rank has the head."""
-    ranks = [
-        [spec.layers[number] for number in held]
-        for held in layers_of_ranks(spec, pipeline, tokens_per_rank)
-    ]
-    # As in `split_layers`.
-    work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]
+    ranks = layers_of_ranks(spec, pipeline, tokens_per_rank)
+    keys = tokens_per_rank // 2  # as in `split_layers`
+    costs = [layer.multiplications(keys) for layer in spec.layers]
+    work = [sum(map(costs.__getitem__, held)) for held in ranks]
     work[-1] += spec.vocabulary_parameters
-    if work[-1] == max(work):
-        return ranks[-1], spec.vocabulary_parameters
-    return ranks[work.index(max(work))], 0
+    last = len(ranks) - 1
+    slowest = last if work[last] == max(work) else work.index(max(work))
+    layers = [spec.layers[number] for number in ranks[slowest]]
+    return layers, spec.vocabulary_parameters if slowest == last else 0
+
+
+def _attention(spec: ModelSpec, layers: Sequence[LayerSpec], *, again: bool, tensor: int) -> float:
+    """Returns `RankWork.attention` of these blocks; at least 1, as profiles need positive
+    constants, also for models without softmax attention."""
+    heads = sum(layer.num_attention_heads * layer.head_dim for layer in layers) / tensor
+    repeated = REPEATED_ATTENTION if again else 1.0
+    directions = 1 if spec.causal else 2
+    return max(1.0, heads * repeated * directions)
 
 
 def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute: str) -> float:
@@ -194,15 +199,27 @@ def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute
     return in_blocks + head + repeated / 3 - frozen / 3
 
 
-def _scanned(scan: Scan, slower: float, recompute: str) -> tuple[float, float]:
-    """Returns the parameters that take as long as a layer's scan, and as what it takes more for
-    split documents."""
-    again = recompute in ("selective", "full")
-    whole, split = (
-        slower * (forward * (1 + again) + backward) / 6
-        for forward, backward in (scan.flops, scan.split_flops)
-    )
+def _scanned(
+    scans: Sequence[Scan], dtype: str, recompute: str, *, fused: bool
+) -> tuple[float, float]:
+    """Returns the parameters that take as long as all scans, and as what they take more for split
+    documents."""
+    forwards = 2 if recompute in ("selective", "full") else 1
+    whole = split = 0.0
+    for scan in scans:
+        in_dtype = fused and scan.delta_rule
+        slower = 1 if in_dtype else FLOAT32[dtype]
+        whole += slower * (scan.flops.forward * forwards + scan.flops.backward) / 6
+        split += slower * (scan.split_flops.forward * forwards + scan.split_flops.backward) / 6
     return whole, split
+
+
+def _pipeline_bytes(pipeline: Pipeline, hidden_bytes: int, tensor: int) -> float:
+    """Returns the bytes that a rank sends per token to the next and to the previous rank of the
+    pipeline."""
+    if pipeline.ranks == 1:
+        return 0.0
+    return 2 * pipeline.chunks * hidden_bytes / tensor
 
 
 def _tensor_bytes(layers: int, hidden_bytes: int, recompute: str, tensor: int) -> float:
@@ -254,10 +271,12 @@ def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
     costs[0] += spec.hidden_size
     costs[-1] += spec.vocabulary_parameters
     slowest, _ = _best_split(costs, stages, max)
-    _, ends = _best_split(
-        costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf
-    )
-    return [range(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
+
+    def add(before: float, cost: float) -> float:
+        return before + cost**2 if cost <= slowest else math.inf
+
+    _, ends = _best_split(costs, stages, add)
+    return [range(start, stop) for start, stop in itertools.pairwise((0, *ends))]
 
 
 @cache
@@ -266,9 +285,8 @@ def layers_of_ranks(
 ) -> tuple[tuple[int, ...], ...]:
     """Returns the layers of every rank of a pipeline, over all stages of the rank."""
     splits = split_layers(spec, pipeline.stages, keys=tokens_per_rank // 2)
-    return tuple(
-        tuple(itertools.chain(*splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks)
-    )
+    held = [splits[rank :: pipeline.ranks] for rank in range(pipeline.ranks)]
+    return tuple(tuple(itertools.chain.from_iterable(parts)) for parts in held)
 
 
 def _best_split(
@@ -280,12 +298,11 @@ def _best_split(
     # By number of layers; each iteration adds a stage.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages + 1):
-        best = {
-            stop: min(
+        shorter, best = best, {}
+        for stop in range(stage, len(costs) - stages + stage + 1):
+            best[stop] = min(
                 (add(value, up_to[stop] - up_to[start]), (*ends, stop))
-                for start, (value, ends) in best.items()
+                for start, (value, ends) in shorter.items()
                 if start < stop
             )
-            for stop in range(stage, len(costs) - stages + stage + 1)
-        }
     return best[len(costs)]

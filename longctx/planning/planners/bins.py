@@ -15,32 +15,33 @@ from longctx.planning.cost.model import alone_ns
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.packing import even_out, fill, place_rings
-from longctx.planning.planners.step import Candidate, Step
+from longctx.planning.planners.planning_input import Candidate, PlanningInput
 
 ROUNDS = 64
 """Maximum rounds of local search in mode bins."""
 
 
-def plan_bins(step: Step) -> Candidate:
+def plan_bins(given: PlanningInput) -> Candidate:
     """Plans by the given or derived table. Raises PlanError if a document does not fit the
     table."""
-    return step.candidate("bins", pack_bins(step, bin_degrees(step)))
+    return given.candidate("bins", pack_bins(given, bin_degrees(given)))
 
 
-def bin_degrees(step: Step) -> Integers:
-    """Returns the degree of every document by the step's table; see `degrees_by_bins` and
+def bin_degrees(given: PlanningInput) -> Integers:
+    """Returns the degree of every document by the given or derived table; see `degrees_by_bins` and
     `derived_degrees`."""
-    if step.bins is None:
-        return derived_degrees(step.profile, step.lengths, step.places, step.tokens_per_rank)
-    return degrees_by_bins(step.bins, step.lengths, step.places, step.tokens_per_rank)
+    if given.bins is None:
+        return derived_degrees(given.profile, given.lengths, given.ranks, given.tokens_per_rank)
+    return degrees_by_bins(given.bins, given.lengths, given.ranks, given.tokens_per_rank)
 
 
-def pack_bins(step: Step, degrees: Integers) -> Assignment:
+def pack_bins(given: PlanningInput, degrees: Integers) -> Assignment:
     """Packs documents at these degrees, as mode auto does, into the fewest micro-batches that
     work."""
-    chosen, micro_batches = step.with_degrees(degrees), step.fewest_micro_batches
+    chosen = given.with_degrees(degrees)
+    micro_batches = given.fewest_micro_batches
     while True:
-        rings = place_rings(step, chosen, micro_batches, 0, micro_batches)
+        rings = place_rings(given, chosen, micro_batches)
         assignment = fill(rings) if rings else None
         if rings and assignment:
             return even_out(rings, assignment, ROUNDS)
@@ -53,16 +54,18 @@ def derived_bins(profile: HardwareProfile, ranks: int, tokens_per_rank: int) -> 
     the whole domain holds."""
     one = np.ones(1, dtype=np.int64)
     limit = int(alone_ns(profile, one * tokens_per_rank, one)[0])
-    degrees = np.array(
-        [1 << i for i in range(ranks.bit_length()) if 1 << i < ranks] + [ranks], dtype=np.int64
-    )
+    powers = [1 << i for i in range(ranks.bit_length()) if 1 << i < ranks]
+    degrees = np.array([*powers, ranks], dtype=np.int64)
     # Bounds of the longest document of each bin.
-    low, high = np.zeros_like(degrees), degrees * tokens_per_rank
+    low = np.zeros_like(degrees)
+    high = degrees * tokens_per_rank
     while (low < high).any():
         middle = (low + high + 1) // 2
+        in_time = alone_ns(profile, np.maximum(1, middle), degrees) <= limit
         fits = largest_shards(middle, degrees) <= tokens_per_rank
-        fits &= (alone_ns(profile, np.maximum(1, middle), degrees) <= limit) | (degrees == ranks)
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+        fits &= in_time | (degrees == ranks)
+        low = np.where(fits, middle, low)
+        high = np.where(fits, high, middle - 1)
     bins: dict[int, int] = {}
     for longest, degree in zip(low.tolist(), degrees.tolist(), strict=True):
         if longest > max(bins, default=0):
@@ -79,14 +82,15 @@ def derived_degrees(
     With a small odd budget some lengths fit only at odd degrees: such a document takes its smallest
     fitting degree.
     """
-    bins = derived_bins(profile, ranks, tokens_per_rank)
-    bounds, table = (
-        np.array(list(bins), dtype=np.int64),
-        np.array(list(bins.values()), dtype=np.int64),
-    )
+    bounds, table = _as_arrays(derived_bins(profile, ranks, tokens_per_rank))
     degrees = table[np.minimum(np.searchsorted(bounds, lengths), len(table) - 1)]
     fits = largest_shards(lengths, degrees) <= tokens_per_rank
     return np.where(fits, degrees, least_degrees(lengths, ranks, tokens_per_rank))
+
+
+def _as_arrays(bins: Mapping[int, int]) -> tuple[Integers, Integers]:
+    """Returns the longest document and the degree of every bin."""
+    return np.array(list(bins), dtype=np.int64), np.array(list(bins.values()), dtype=np.int64)
 
 
 def table_problem(bins: Mapping[int, int]) -> tuple[str, str] | None:
@@ -116,13 +120,11 @@ def degrees_by_bins(
     Raises PlanError for a malformed table, a document longer than the last bin, or a degree too
     small for the token budget.
     """
-    if problem := table_problem(bins):
+    problem = table_problem(bins)
+    if problem is not None:
         rule, fix = problem
         raise PlanError(f"bins are {dict(bins)}: {rule}; {fix}")
-    bounds, table = (
-        np.array(list(bins), dtype=np.int64),
-        np.array(list(bins.values()), dtype=np.int64),
-    )
+    bounds, table = _as_arrays(bins)
     if table[-1] > ranks:
         raise PlanError(
             f"bin {bounds[-1]} has degree {table[-1]}: must be in 1..{ranks}, the size of the "

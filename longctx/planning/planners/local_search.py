@@ -45,7 +45,7 @@ def balance(
     """
     if len(slots) == 0:
         return slots.copy()
-    state = _Slots(slots, time, tokens, room, free, ranks)
+    state = _Slots(slots, time, tokens, room=room, free=free, ranks=ranks)
     failed = 0
     for turn in range(rounds):
         over = state.excess - state.accepted[state.micro_batch]
@@ -58,7 +58,8 @@ def balance(
         state.make(gaining)
         failed = 0 if len(gaining.leaving) else failed + 1
         if failed == len(EXCHANGED):
-            failed, worst = 0, full[over[full].argmax()]
+            failed = 0
+            worst = full[over[full].argmax()]
             state.accepted[state.micro_batch[worst]] = state.excess[worst]
     return state.of_document
 
@@ -80,7 +81,7 @@ class _Exchanges(NamedTuple):
     after: Integers
 
     def pick(self, rows: Integers) -> "_Exchanges":
-        return _Exchanges(*(values[rows] for values in self))
+        return _Exchanges._make(values[rows] for values in self)
 
 
 class _Slots:
@@ -95,6 +96,7 @@ class _Slots:
         free: Integers,
         ranks: int,
     ) -> None:
+        """Arguments as in `balance`."""
         count = len(room)
         self.of_document = slots.copy()
         self.micro_batch = np.arange(count) // ranks
@@ -114,16 +116,21 @@ class _Slots:
         is_full[full] = True
         leaving = np.flatnonzero(is_full[self.of_document])
         source = self.of_document[leaving]
-        taken, target = self._partners(
-            self.time[leaving] - (share * over[source]).astype(np.int64), over
-        )
+        about = self.time[leaving] - (share * over[source]).astype(np.int64)
+        taken, target = self._partners(about, over)
         time = self.time[leaving][:, None] - self.time[taken]
         tokens = self.tokens[leaving][:, None] - self.tokens[taken]
         after = np.maximum(over[source][:, None] - time, over[target] + time)
         after[(tokens > self.spare[target]) | (-tokens > self.spare[source][:, None])] = NEVER
         best = np.arange(len(leaving)), after.argmin(axis=1)
         return _Exchanges(
-            leaving, taken[best], source, target[best], time[best], tokens[best], after[best]
+            leaving=leaving,
+            taken=taken[best],
+            source=source,
+            target=target[best],
+            time=time[best],
+            tokens=tokens[best],
+            after=after[best],
         )
 
     def _partners(self, budget: Integers, over: Integers) -> tuple[Integers, Integers]:
@@ -133,11 +140,11 @@ class _Slots:
         Both arrays are [documents, partners].
         """
         emptiest = _greatest(-over, EMPTIEST)[:EMPTIEST]
-        place = np.searchsorted(self.sorted_time, budget)[:, None] + (
-            np.arange(NEAREST) - NEAREST // 2
-        )
+        distance = np.arange(NEAREST) - NEAREST // 2
+        index = np.searchsorted(self.sorted_time, budget)[:, None] + distance
+        index = np.minimum(np.maximum(index, 0), len(self.by_time) - 1)
         taken = np.full((len(budget), NEAREST + len(emptiest)), NONE, dtype=np.int64)
-        taken[:, :NEAREST] = self.by_time[np.minimum(np.maximum(place, 0), len(self.by_time) - 1)]
+        taken[:, :NEAREST] = self.by_time[index]
         target = np.empty_like(taken)
         target[:, :NEAREST] = self.of_document[taken[:, :NEAREST]]
         target[:, NEAREST:] = emptiest
@@ -169,8 +176,8 @@ def _disjoint(exchanges: _Exchanges, over: Integers) -> Integers:
     gain = gain[np.lexsort((exchanges.after[gain], -before[gain]))]
     used: set[int] = set()
     rows = []
-    slots = exchanges.source[gain].tolist(), exchanges.target[gain].tolist()
-    for row, source, target in zip(gain.tolist(), *slots, strict=True):
+    sources, targets = exchanges.source[gain].tolist(), exchanges.target[gain].tolist()
+    for row, source, target in zip(gain.tolist(), sources, targets, strict=True):
         if source not in used and target not in used:
             used.update((source, target))
             rows.append(row)

@@ -15,13 +15,14 @@ import heapq
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Assignment, Integers
 from longctx.planning.planners.local_search import balance
-from longctx.planning.planners.step import Degrees, Step
+from longctx.planning.planners.planning_input import Degrees, PlanningInput
 
 FULL = NEVER // 2
 """Load of a rank without room for a document's tokens: more than any time, and small enough to add
@@ -36,7 +37,7 @@ class PlacedRings:
         degree, time, tokens: degree, time per rank in nanoseconds and maximum tokens per rank
             (arrays [documents]).
         placed: mask of the documents placed so far; the others have degree 1.
-        micro_batch, first_rank: places of these documents (arrays [documents]).
+        micro_batch, first_rank: where these documents are (arrays [documents]).
         load, free: their nanoseconds and the free tokens on every rank (arrays [micro-batches,
             ranks]).
         target: nanoseconds of every micro-batch including the remaining documents, poured in as
@@ -57,91 +58,116 @@ class PlacedRings:
     def estimate_ns(self) -> int:
         return int(self.target.sum())
 
+    @property
+    def ranks(self) -> int:
+        ranks: int = self.load.shape[1]
+        return ranks
+
+    @property
+    def slots(self) -> Integers:
+        """Slot of every placed document: micro-batch · N + first rank (an array [documents])."""
+        return self.micro_batch * self.ranks + self.first_rank
+
+    def with_slots(self, slots: Integers) -> Assignment:
+        """Returns the assignment of all documents to these slots."""
+        micro_batch, first_rank = np.divmod(slots, self.ranks)
+        return Assignment.alternating(micro_batch, first_rank, self.degree)
+
     @cached_property
     def bare(self) -> tuple[Integers, Integers]:
         """Nanoseconds and free tokens of every slot, counting rings only (arrays [slots])."""
         early = np.flatnonzero(self.placed & (self.degree == 1))
-        slots, cells = (
-            self.micro_batch[early] * self.load.shape[1] + self.first_rank[early],
-            self.load.size,
-        )
-        time = np.bincount(slots, self.time[early], cells).astype(np.int64)
-        tokens = np.bincount(slots, self.tokens[early], cells).astype(np.int64)
+        slots = self.slots[early]
+        time = np.bincount(slots, self.time[early], self.load.size).astype(np.int64)
+        tokens = np.bincount(slots, self.tokens[early], self.load.size).astype(np.int64)
         return self.load.ravel() - time, self.free.ravel() + tokens
 
 
 def place_rings(
-    step: Step,
+    given: PlanningInput,
     degrees: Degrees,
     micro_batches: int,
-    start: Integers | int,
-    stop: Integers | int,
     *,
+    start: Integers | int = 0,
+    stop: Integers | int | None = None,
     dense: bool = False,
 ) -> PlacedRings | None:
-    """Places rings and large documents in micro-batches `start` to `stop` - 1, which may differ per
-    document.
+    """Places rings and large documents in micro-batches `start` to `stop` - 1 (all if not given),
+    which may differ per document.
 
     A document without room there goes to any other micro-batch; returns None if it fits nowhere.
     `dense` places rings side by side even where they cross node boundaries, instead of leaving
     gaps. Example: in one micro-batch of 4 ranks, documents of 30 ns on 2 ranks, 20 ns on 2 and 10
     ns on 1 go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
     """
-    load = np.zeros((micro_batches, step.places), dtype=np.int64)
-    free = np.full_like(load, step.tokens_per_rank)
-    time, micro_batch, first_rank = (
-        degrees.time.copy(),
-        np.zeros_like(step.lengths),
-        np.zeros_like(step.lengths),
-    )
+    load = np.zeros((micro_batches, given.slots), dtype=np.int64)
+    free = np.full_like(load, given.tokens_per_rank)
+    time = degrees.time.copy()
+    micro_batch = np.zeros_like(given.lengths)
+    first_rank = np.zeros_like(given.lengths)
     placed = (degrees.degree > 1) | (time > degrees.work // load.size // 2)
     early = np.flatnonzero(placed)
-    early = early[np.argsort(-step.lengths[early], kind="stable")]
-    starts, stops = (np.broadcast_to(limit, step.lengths.shape) for limit in (start, stop))
-    times = _times_by_first_rank(step, degrees, early)
+    early = early[np.argsort(-given.lengths[early], kind="stable")]
+    starts = np.broadcast_to(start, given.lengths.shape)
+    stops = np.broadcast_to(micro_batches if stop is None else stop, given.lengths.shape)
+    times = _times_by_first_rank(given, degrees, early)
     for document, by_first_rank in zip(early.tolist(), times, strict=True):
-        degree, shard = int(degrees.degree[document]), int(degrees.tokens[document])
-        extra = np.zeros_like(by_first_rank) if dense else by_first_rank
-        run = _best_run(
-            load, free, int(starts[document]), int(stops[document]), degree, shard, extra
-        )
-        run = run or _best_run(load, free, 0, micro_batches, degree, shard, extra)
+        degree, tokens = int(degrees.degree[document]), int(degrees.tokens[document])
+        ring = _Ring(degree, tokens, np.zeros_like(by_first_rank) if dense else by_first_rank)
+        rows = range(int(starts[document]), int(stops[document]))
+        run = ring.best_run(load, free, rows) or ring.best_run(load, free, range(micro_batches))
         if run is None:
             return None
-        row, first = micro_batch[document], first_rank[document] = run
+        row, first = run
+        micro_batch[document], first_rank[document] = run
         time[document] = by_first_rank[first]
         load[row, first : first + degree] += time[document]
-        free[row, first : first + degree] -= shard
-    target = _water_filled(load, free, int(time[~placed].sum()), int(degrees.tokens[~placed].sum()))
+        free[row, first : first + degree] -= tokens
+    left_ns, left_tokens = int(time[~placed].sum()), int(degrees.tokens[~placed].sum())
+    target = _water_filled(load, free, work=left_ns, tokens=left_tokens)
     if target is None:
         return None
     return PlacedRings(
-        degrees.degree, time, degrees.tokens, placed, micro_batch, first_rank, load, free, target
+        degree=degrees.degree,
+        time=time,
+        tokens=degrees.tokens,
+        placed=placed,
+        micro_batch=micro_batch,
+        first_rank=first_rank,
+        load=load,
+        free=free,
+        target=target,
     )
 
 
-def _times_by_first_rank(step: Step, degrees: Degrees, documents: Integers) -> Integers:
+def _times_by_first_rank(given: PlanningInput, degrees: Degrees, documents: Integers) -> Integers:
     """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks],
     equal on every node."""
-    node = step.profile.ranks_per_node
-    repeat = min(node // math.gcd(node, step.block), step.places)
-    times = step.alone_ns(documents[:, None], degrees.degree[documents][:, None], np.arange(repeat))
-    return times[:, np.arange(step.places) % repeat]
+    node = given.profile.ranks_per_node
+    repeat = min(node // math.gcd(node, given.block), given.slots)
+    degree = degrees.degree[documents]
+    times = given.alone_ns(documents[:, None], degree[:, None], first_slot=np.arange(repeat))
+    return times[:, np.arange(given.slots) % repeat]
 
 
-def _best_run(
-    load: Integers, free: Integers, start: int, stop: int, degree: int, tokens: int, time: Integers
-) -> tuple[int, int] | None:
-    """Returns micro-batch and first rank of the `degree` ranks that finish first with one more
-    ring; None if tokens do not fit.
+class _Ring(NamedTuple):
+    """A ring to be placed; `time` [ranks] is its time by first rank: crossing a node boundary moves
+    exchange to the slow network."""
 
-    `time` [ranks] is the ring's time by first rank: crossing a node boundary moves exchange to the
-    slow network.
-    """
-    done = _sliding_max(np.where(free[start:stop] >= tokens, load[start:stop], FULL), degree)
-    done = done + time[: done.shape[1]]
-    row, first_rank = divmod(int(done.argmin()), done.shape[1])
-    return (start + row, first_rank) if done[row, first_rank] < FULL else None
+    degree: int
+    tokens: int
+    time: Integers
+
+    def best_run(self, load: Integers, free: Integers, rows: range) -> tuple[int, int] | None:
+        """Returns micro-batch, one of `rows`, and first rank of the ranks that finish first with
+        one more ring; None if tokens do not fit."""
+        load, free = load[rows.start : rows.stop], free[rows.start : rows.stop]
+        done = _sliding_max(np.where(free >= self.tokens, load, FULL), self.degree)
+        done = done + self.time[: done.shape[1]]
+        row, first_rank = divmod(int(done.argmin()), done.shape[1])
+        if done[row, first_rank] >= FULL:
+            return None
+        return rows.start + row, first_rank
 
 
 def _sliding_max(values: Integers, width: int) -> Integers:
@@ -154,7 +180,7 @@ def _sliding_max(values: Integers, width: int) -> Integers:
     return result
 
 
-def _water_filled(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
+def _water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> Integers | None:
     """Returns the targets with the smallest sum that take `work` more nanoseconds and `tokens`;
     None if tokens do not fit.
 
@@ -172,10 +198,8 @@ def _water_filled(load: Integers, free: Integers, work: int, tokens: int) -> Int
     level = np.sort(np.maximum(full, lowest[:, None]), axis=1)
     rise = np.diff(level, axis=1, prepend=lowest[:, None]).ravel()
     micro_batches, ranks = load.shape
-    micro_batch, ranks_that_rise = (
-        np.repeat(np.arange(micro_batches), ranks),
-        np.tile(np.arange(ranks, 0, -1), micro_batches),
-    )
+    micro_batch = np.repeat(np.arange(micro_batches), ranks)
+    ranks_that_rise = np.tile(np.arange(ranks, 0, -1), micro_batches)
     order = np.lexsort((micro_batch, -ranks_that_rise))
     micro_batch, rise, ranks_that_rise = micro_batch[order], rise[order], ranks_that_rise[order]
     poured = np.cumsum(rise * ranks_that_rise) - rise * ranks_that_rise  # before each rise
@@ -186,35 +210,33 @@ def _water_filled(load: Integers, free: Integers, work: int, tokens: int) -> Int
 
 def fill(rings: PlacedRings) -> Assignment | None:
     """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
-    rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
+    rest = np.flatnonzero(~rings.placed)
     rest = rest[np.argsort(-rings.time[rest], kind="stable")]
-    chosen = emptiest_first(
-        rings.load - rings.target[:, None], rings.free, rings.time[rest], rings.tokens[rest]
-    )
+    above_target = rings.load - rings.target[:, None]
+    chosen = emptiest_first(above_target, rings.free, rings.time[rest], rings.tokens[rest])
     if chosen is None:
         return None
-    slots = rings.micro_batch * ranks + rings.first_rank
+    slots = rings.slots
     slots[rest] = chosen
-    return _with_slots(rings, slots, ranks)
+    return rings.with_slots(slots)
 
 
 def even_out(rings: PlacedRings, plan: Assignment, rounds: int) -> Assignment:
     """Moves and swaps documents of degree 1 until all targets are met, for at most `rounds`
     rounds."""
-    ranks = rings.load.shape[1]
     singles = np.flatnonzero(rings.degree == 1)
-    slots = plan.micro_batch * ranks + plan.first_rank
+    slots = plan.micro_batch * rings.ranks + plan.first_rank
     load, free = rings.bare
-    room = np.repeat(rings.target, ranks) - load
     slots[singles] = balance(
-        slots[singles], rings.time[singles], rings.tokens[singles], room, free, ranks, rounds
+        slots[singles],
+        rings.time[singles],
+        rings.tokens[singles],
+        room=np.repeat(rings.target, rings.ranks) - load,
+        free=free,
+        ranks=rings.ranks,
+        rounds=rounds,
     )
-    return _with_slots(rings, slots, ranks)
-
-
-def _with_slots(rings: PlacedRings, slots: Integers, ranks: int) -> Assignment:
-    """Builds the assignment from slots: slot = micro-batch · N + rank."""
-    return Assignment.alternating(*np.divmod(slots, ranks), rings.degree)
+    return rings.with_slots(slots)
 
 
 def emptiest_first(

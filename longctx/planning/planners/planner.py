@@ -35,7 +35,6 @@ from longctx.planning.check import (
     check_sources,
     check_trees,
 )
-from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
 from longctx.planning.cost.model import StepTimes
 from longctx.planning.cost.tower import EncodingTimes, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
@@ -45,9 +44,9 @@ from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
-from longctx.planning.planners.search import finer_and_finer, search
+from longctx.planning.planners.planning_input import Candidate, PlanningInput, fastest
+from longctx.planning.planners.search import refine, search
 from longctx.planning.planners.static import best_static, plan_static
-from longctx.planning.planners.step import Candidate, Step, fastest
 from longctx.planning.tree import NO_TREES, Tree, Trees
 
 CLOSE = 1.1
@@ -100,6 +99,8 @@ def make_plan(
         lengths: tokens of every document, each ≥ 1.
         ranks: size N of the domain.
         tokens_per_rank: maximum number of tokens per rank in a micro-batch.
+        profile: the constants of the cost model.
+        mode: auto, static or bins.
         degree: degree for mode static; None chooses the best one.
         bins: table {longest document of the bin: degree} for mode bins; None derives it from the
             profile. Mode auto also considers this table, unless a document does not fit it.
@@ -119,20 +120,34 @@ def make_plan(
     the remedies).
     """
     began = time.perf_counter()
-    check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
+    check_settings(
+        ranks=ranks,
+        tokens_per_rank=tokens_per_rank,
+        mode=mode,
+        degree=degree,
+        bins=bins,
+        max_remote_tokens=max_remote_tokens,
+        pipeline=pipeline,
+    )
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     check_trees(trees, lengths)
     check_sources(sources, sizes.tolist(), trees)
-    step = Step(
-        *(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens),
+    given = PlanningInput(
+        profile=profile,
+        lengths=sizes,
+        slots=ranks,
+        tokens_per_rank=tokens_per_rank,
+        degree=degree,
+        bins=bins,
+        max_remote_tokens=max_remote_tokens,
         pipeline=pipeline,
         trees=trees,
         sources=tuple(sources),
         parts=parts,
         encoding=EncodingTimes(_image_work(images or {}, tower)),
     )
-    best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
-    plan = _plan(mode, step, best, began)
+    best = PLANNERS[mode](given) if pipeline.ranks == 1 else _best_in_pipeline(mode, given)
+    plan = _plan(mode, given, best, began)
     check_plan(plan)
     return plan
 
@@ -144,94 +159,98 @@ def _image_work(
     if tower is None:
         return {}
     work = cache(tower.work)  # many images are alike
-    return {number: [work(*image) for image in found] for number, found in images.items()}
+    works = {}
+    for document, its_images in images.items():
+        works[document] = [work(tokens, grid) for tokens, grid in its_images]
+    return works
 
 
-def _plan(mode: str, step: Step, best: Candidate, began: float) -> Plan:
+def _plan(mode: str, given: PlanningInput, best: Candidate, began: float) -> Plan:
     """Returns the plan of a candidate, which `make_plan` has worked on since `began`."""
-    placements, timed = _in_order(best, step.pipeline)
+    placements, timed = _in_order(best, given.pipeline)
     return Plan(
         mode=mode,
         winner=best.winner,
-        ranks=step.places,
-        tokens_per_rank=step.tokens_per_rank,
-        lengths=tuple(step.lengths.tolist()),
+        ranks=given.ranks,
+        tokens_per_rank=given.tokens_per_rank,
+        lengths=tuple(given.lengths.tolist()),
         micro_batches=placements,
-        profile=step.profile,
-        pipeline=step.pipeline,
-        cost=plan_cost(
-            timed, step.profile, step.lengths, step.tokens_per_rank, step.pipeline, *step.whole
-        ),
-        trees=dict(step.trees),
-        sources=step.sources,
-        parts=step.parts,
-        images=step.encoding.works,
+        profile=given.profile,
+        pipeline=given.pipeline,
+        cost=given.plan_cost(timed),
+        trees=dict(given.trees),
+        sources=given.sources,
+        parts=given.parts,
+        images=given.encoding.works,
         planning_ms=(time.perf_counter() - began) * 1e3,
     )
 
 
-def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
+def _plan_auto(given: PlanningInput) -> Candidate:
+    return or_by_other_modes(given, search(given))
+
+
+def or_by_other_modes(given: PlanningInput, best: Candidate) -> Candidate:
     """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most
     static degrees."""
     # The table may not fit these documents; auto does not need it.
     with contextlib.suppress(PlanError):
-        degrees = bin_degrees(step)
-        bound = even_work_bound_ns(
-            step.profile, step.lengths, degrees, step.places, step.tokens_per_rank, *step.whole
-        )
-        if bound < best.makespan_ns:
-            best = fastest(
-                best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees))
-            )
-    return fastest(best, best_static(step, range(1, step.places + 1), below=best.makespan_ns))
+        degrees = bin_degrees(given)
+        limit = best.makespan_ns
+        if given.even_work_bound_ns(degrees) < limit:
+            by_bins = given.candidate_below(limit, "bins", pack_bins(given, degrees))
+            best = fastest(best, by_bins)
+    by_degree = best_static(given, range(1, given.ranks + 1), below=best.makespan_ns)
+    return fastest(best, by_degree)
 
 
-PLANNERS: dict[str, Callable[[Step], Candidate]] = {
-    "auto": lambda step: or_by_other_modes(step, search(step)),
+PLANNERS: dict[str, Callable[[PlanningInput], Candidate]] = {
+    "auto": _plan_auto,
     "static": plan_static,
     "bins": plan_bins,
 }
 """Mode → planner; planners raise PlanError if the documents do not fit."""
 
 
-def _best_in_pipeline(mode: str, step: Step) -> Candidate:
+def _best_in_pipeline(mode: str, given: PlanningInput) -> Candidate:
     """Returns the best plan including the bubble of the pipeline.
 
     Mode auto chooses budgets by the first, coarse plans of their searches. It looks for plans of
     the other modes at all budgets, so it is never worse than they are.
     """
     if mode != "auto":
-        return fastest(*_by_budget(PLANNERS[mode], step))
+        return fastest(*_by_budget(PLANNERS[mode], given))
     searches: list[Iterator[Candidate]] = []
 
-    def begin(smaller: Step) -> Candidate:
-        searches.append(finer_and_finer(smaller))
+    def begin(smaller: PlanningInput) -> Candidate:
+        searches.append(refine(smaller))
         return next(searches[-1])
 
-    quick = _by_budget(begin, step)
-    limit = CLOSE * min(candidate.makespan_ns for candidate in quick)
-    best = fastest(
-        *(
-            [candidate, *rest][-1]
-            for candidate, rest in zip(quick, searches, strict=True)
-            if candidate.makespan_ns <= limit
-        )
-    )
-    for smaller in _budgets(step):
+    coarse = _by_budget(begin, given)
+    limit = CLOSE * min(candidate.makespan_ns for candidate in coarse)
+    close = [
+        (candidate, search)
+        for candidate, search in zip(coarse, searches, strict=True)
+        if candidate.makespan_ns <= limit
+    ]
+    # The last plan of a search is its best.
+    refined = [[candidate, *search][-1] for candidate, search in close]
+    best = fastest(*refined)
+    for smaller in _budgets(given):
         best = or_by_other_modes(smaller, best)
     return best
 
 
-def _by_budget(plan: Callable[[Step], Candidate], step: Step) -> list[Candidate]:
+def _by_budget(plan: Callable[[PlanningInput], Candidate], given: PlanningInput) -> list[Candidate]:
     """Returns plans in a pipeline by one planner, with ever smaller token budgets.
 
     More micro-batches mean a smaller bubble: the token budget is halved until more micro-batches do
     not help.
     """
-    best = plan(step)
+    best = plan(given)
     plans = [best]
     with contextlib.suppress(PlanError):  # a smaller budget may fit no plan
-        for smaller in itertools.islice(_budgets(step), 1, None):
+        for smaller in itertools.islice(_budgets(given), 1, None):
             last = plan(smaller)
             plans.append(last)
             if last.makespan_ns < best.makespan_ns:
@@ -241,15 +260,13 @@ def _by_budget(plan: Callable[[Step], Candidate], step: Step) -> list[Candidate]
     return plans
 
 
-def _budgets(step: Step) -> Iterator[Step]:
-    """Yields the step with its token budget and with half, a quarter, … of it, while every document
-    fits some degree."""
-    while (
-        step.tokens_per_rank
-        and least_degrees(step.lengths, step.places, step.tokens_per_rank).all()
-    ):
-        yield step
-        step = replace(step, tokens_per_rank=step.tokens_per_rank // 2)
+def _budgets(given: PlanningInput) -> Iterator[PlanningInput]:
+    """Yields the input with its token budget and with half, a quarter, … of it, while every
+    document fits some degree."""
+    budget = given.tokens_per_rank
+    while budget and least_degrees(given.lengths, given.slots, budget).all():
+        yield replace(given, tokens_per_rank=budget)
+        budget //= 2
 
 
 def _in_order(
@@ -269,7 +286,7 @@ def _in_order(
         order = np.concatenate([order[::2][::-1], order[1::2]])
     turn = np.empty(len(used), dtype=np.int64)
     turn[order] = np.arange(len(used))
-    timed = replace(
-        best.timed, time=best.timed.time[used[order]], exposed=best.timed.exposed[used[order]]
-    )
-    return replace(best.assignment, micro_batch=turn[row]).placements(best.rounds), timed
+    rows = used[order]
+    timed = replace(best.timed, time=best.timed.time[rows], exposed=best.timed.exposed[rows])
+    in_order = replace(best.assignment, micro_batch=turn[row])
+    return in_order.placements(best.rounds), timed

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Integers
-from longctx.planning.cost.amounts import Floats
+from longctx.planning.cost.work_overrides import Floats
 
 FINER = 1.05
 """Ratio of consecutive limits: a smaller ratio finds shorter paths but makes the graph larger and
@@ -24,9 +24,10 @@ class LimitGraph:
     """Edges from each document to the first document of the next micro-batch, one edge per limit.
 
     Attributes (arrays [documents, limits]):
-        index: smallest degree that meets the limit, as a column of the degree table. stop: end
-        (exclusive) of the run of documents in the micro-batch. time, room: nanoseconds of the
-        micro-batch, and mean nanoseconds per rank left for short documents.
+        index: smallest degree that meets the limit, as a column of the degree table.
+        stop: end (exclusive) of the run of documents in the micro-batch.
+        time, room: nanoseconds of the micro-batch, and mean nanoseconds per rank left for short
+            documents.
     """
 
     index: Integers
@@ -62,22 +63,26 @@ class LimitGraph:
         index = np.where(possible, index, 0)
         width = np.where(possible, degrees[index], ranks + 1)
         row = np.arange(documents)[:, None]
-        upto = _sums(width)
-        stop = np.stack(
-            [np.searchsorted(column, column[:-1] + ranks, side="right") - 1 for column in upto.T],
-            axis=1,
+        # The run from a document on has all documents that are side by side on the ranks.
+        ends = [
+            np.searchsorted(sums, sums[:-1] + ranks, side="right") - 1 for sums in _sums(width).T
+        ]
+        stop = np.stack(ends, axis=1)
+
+        def of_runs(table: Integers) -> Integers:
+            """Returns a quantity per rank of each ring, summed over the ranks of every run."""
+            sums = _sums(np.where(possible, width * table[row, index], 0))
+            result: Integers = np.take_along_axis(sums, stop, axis=0) - sums[:-1]
+            return result
+
+        free_ns = ranks * limits - of_runs(time)
+        free_tokens = ranks * tokens_per_rank - of_runs(tokens)
+        return cls(
+            index=index,
+            stop=stop,
+            time=np.where(stop > row, limits + float(launch_ns), np.inf),
+            room=np.minimum(free_ns, free_tokens * ns_per_token) / ranks,
         )
-        used, held = (
-            np.take_along_axis(sums, stop, axis=0) - sums[:-1]
-            for sums in (
-                _sums(np.where(possible, width * table[row, index], 0)) for table in (time, tokens)
-            )
-        )
-        room = (
-            np.minimum(ranks * limits - used, (ranks * tokens_per_rank - held) * ns_per_token)
-            / ranks
-        )
-        return cls(index, stop, np.where(stop > row, limits + float(launch_ns), np.inf), room)
 
     def shortest_path(self, price: float) -> tuple[Integers, Integers]:
         """Returns degree index and micro-batch of every document if room is worth `price` times its
@@ -94,12 +99,14 @@ class LimitGraph:
             best[i] = total.argmin()
             left[i] = total[best[i]]
         index, micro_batch = np.zeros((2, documents), dtype=np.int64)
-        start, number = 0, 0
+        start = number = 0
         while start < documents:
             limit = best[start]
             stop = self.stop[start, limit]
-            index[start:stop], micro_batch[start:stop] = self.index[start:stop, limit], number
-            start, number = stop, number + 1
+            index[start:stop] = self.index[start:stop, limit]
+            micro_batch[start:stop] = number
+            start = stop
+            number += 1
         return index, micro_batch
 
 

@@ -12,7 +12,6 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
-from longctx.planning.cost.bounds import bubble_bound_ns
 from longctx.planning.cost.model import (
     alone_ns,
     attention_ns,
@@ -25,33 +24,34 @@ from longctx.planning.cost.model import (
 )
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.packing import emptiest_first
-from longctx.planning.planners.step import Candidate, Step, fastest
+from longctx.planning.planners.planning_input import Candidate, PlanningInput, fastest
 
 
-def plan_static(step: Step) -> Candidate:
+def plan_static(given: PlanningInput) -> Candidate:
     """Plans with the given or the best degree. Raises PlanError if no degree fits every
     document."""
-    degree = step.degree
-    best = best_static(
-        step, range(1, step.places + 1) if degree is None else range(degree, degree + 1)
-    )
+    degrees = range(1, given.ranks + 1)
+    if given.degree is not None:
+        degrees = range(given.degree, given.degree + 1)
+    best = best_static(given, degrees)
     if best is None:
-        raise PlanError(_no_degree(step))
+        raise PlanError(_no_degree(given))
     return best
 
 
-def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | None:
+def best_static(given: PlanningInput, degrees: range, below: int = NEVER) -> Candidate | None:
     """Returns the best static plan, or None. Skips degrees with a lower bound no better than
     `below` or the best plan so far.
 
     Attention is never faster on smaller chunks, so if the work of one degree on all ranks is too
     much, so is that of higher degrees.
     """
+    longest = int(given.lengths.max())
     bounds = []
     for degree in degrees:
-        if degree * step.tokens_per_rank < int(step.lengths.max()):
+        if degree * given.tokens_per_rank < longest:
             continue
-        on_all_ranks, on_groups = degree_bounds_ns(step, degree)
+        on_all_ranks, on_groups = degree_bounds_ns(given, degree)
         if on_all_ranks >= below:
             break
         bounds.append((on_groups, degree))
@@ -60,62 +60,68 @@ def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | N
         limit = best.makespan_ns if best else below
         if bound >= limit:
             break
-        if (candidate := pack_static(step, degree, below=limit)) is not None:
+        candidate = pack_static(given, degree, below=limit)
+        if candidate is not None:
             best = fastest(best, candidate)
     return best
 
 
-def _no_degree(step: Step) -> str:
-    lengths, ranks, tokens_per_rank, degree = (
-        step.lengths,
-        step.places,
-        step.tokens_per_rank,
-        step.degree,
-    )
-    if degree is None:
+def _no_degree(given: PlanningInput) -> str:
+    ranks, tokens_per_rank = given.ranks, given.tokens_per_rank
+    if given.degree is None:
         return (
             f"no single degree from 1 to {ranks} fits every document with {tokens_per_rank} "
             "tokens per rank: use mode auto"
         )
-    shards = largest_shards(lengths, np.full_like(lengths, degree))
+    shards = largest_shards(given.lengths, np.full_like(given.lengths, given.degree))
     document = int(shards.argmax())
-    least = int(least_degrees(lengths[[document]], ranks, tokens_per_rank)[0])
+    least = int(least_degrees(given.lengths[[document]], ranks, tokens_per_rank)[0])
     return (
-        f"document {document} has {lengths[document]} tokens, but {degree} ranks of "
+        f"document {document} has {given.lengths[document]} tokens, but {given.degree} ranks of "
         f"{tokens_per_rank} tokens hold at most "
-        f"{degree * tokens_per_rank}: use degree {least}, tokens_per_rank {shards[document]}, or "
-        "mode auto"
+        f"{given.degree * tokens_per_rank}: use degree {least}, tokens_per_rank "
+        f"{shards[document]}, or mode auto"
     )
 
 
-def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None:
+def pack_static(given: PlanningInput, degree: int, below: int = NEVER) -> Candidate | None:
     """Returns the better packing at one degree, or None if a document does not fit, or no packing
     can be below `below`."""
-    profile, lengths, ranks, tokens_per_rank = (
-        step.profile,
-        step.lengths,
-        step.places,
-        step.tokens_per_rank,
-    )
-    weights = largest_shards(lengths, np.full_like(lengths, degree))
+    lengths, tokens_per_rank = given.lengths, given.tokens_per_rank
+    degrees = np.full_like(lengths, degree)
+    weights = largest_shards(lengths, degrees)
     if int(weights.max()) > tokens_per_rank:
         return None
-    groups = ranks // degree
+    groups = given.ranks // degree
     packed = best_fit(weights, tokens_per_rank)
+    packings = [packed]
     micro_batches = -(-(int(packed.max()) + 1) // groups)
-    images = step.encoding.ring_ns(np.arange(len(lengths)), np.full_like(lengths, degree))
-    work = alone_ns(
-        profile, lengths, np.full_like(lengths, degree), amounts=step.amounts, encoding=images
-    )
-    candidates = [packed]
-    if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
-        candidates.append(spread)
-    plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
-    scored = [step.candidate_below(below, f"static:{degree}", plan) for plan in plans]
-    return fastest(*scored) if any(scored) else None
+    spread = _emptiest_first(weights, tokens_per_rank, micro_batches * groups)
+    if spread is not None:
+        packings.append(spread)
+    images = given.encoding.ring_ns(np.arange(len(lengths)), degrees)
+    work = alone_ns(given.profile, lengths, degrees, overrides=given.overrides, encoding=images)
+    best: Candidate | None = None
+    for packing in packings:
+        plan = _run_longest_first(packing, work, groups, degree)
+        candidate = given.candidate_below(below, f"static:{degree}", plan)
+        if candidate is not None:
+            best = fastest(best, candidate)
+    return best
 
 
-def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
+# A plan of one degree d on N ranks, whose documents have s tokens each, takes at least
+#
+#     fixed + (linear + attention + max(0, exchange − hidden)) · d / N
+#     linear = Σ linear_ns(s / d)    attention = Σ attention_ns(s, d)    exchange = Σ across nodes
+#     hidden = overlap · attention + min(overlap · query_share · linear, 2/3 · exchange)
+#
+# All sums are over documents, per rank of a ring. Tokens of a rank are at least ⌊s / d⌋, and a ring
+# sends least over the network if it has as many ranks in each node as fit. The clamps below undo
+# what the cost model rounds up, so that a bound is never above a makespan.
+
+
+def degree_bounds_ns(given: PlanningInput, degree: int) -> tuple[int, int]:
     """Returns two lower bounds for static plans of one degree: work evenly spread, as much exchange
     hidden as possible.
 
@@ -123,45 +129,47 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     exchange never shrink as the degree rises. The second spreads work over the groups of this
     degree, whose ranks all count as the one with most images.
     """
-    profile, lengths, ranks, tokens_per_rank = (
-        step.profile,
-        step.lengths,
-        step.places,
-        step.tokens_per_rank,
-    )
-    degrees, groups = np.full_like(lengths, degree), ranks // degree
-    rounding = 4 * len(lengths)  # shares were rounded up, which must not raise a lower bound
-    linear = int(
-        (linear_ns(profile, lengths // degree) + beyond_ns(profile, step.amounts, degrees)).sum()
-    )
-    attention = int(attention_ns(profile, lengths, degrees, step.amounts.pairs).sum())
-    in_its_node = np.minimum(degrees, profile.ranks_per_node)  # at most
-    _, across = gather_ns(
-        profile, degrees, in_its_node, *mate_ns(profile, keys_of(lengths, step.amounts), degrees)
-    )
-    exchange = int(across.sum()) - degree * len(lengths)  # the time of every peer was rounded up
-    queries = min(
-        math.ceil(profile.overlap * profile.query_share * linear), -(-2 * max(0, exchange) // 3)
-    )
-    exposed = max(0, exchange - math.ceil(profile.overlap * attention) - queries)
-    work = max(0, linear + attention + exposed - rounding)
-    images = int(step.encoding.ring_ns(np.arange(len(lengths)), degrees).sum())
+    lengths = given.lengths
+    degrees = np.full_like(lengths, degree)
+    groups = given.ranks // degree
+    work = _ring_work_ns(given, degrees)
+    images = int(given.encoding.ring_ns(np.arange(len(lengths)), degrees).sum())
 
     def bound(ranks_used: int, work: int) -> int:
-        micro_batches = -(-int(lengths.sum()) // (ranks_used * tokens_per_rank))
-        without_bubble = fixed_ns(profile, micro_batches) + work
-        return without_bubble + bubble_bound_ns(
-            profile, step.pipeline, without_bubble, micro_batches, len(lengths)
-        )
+        micro_batches = -(-int(lengths.sum()) // (ranks_used * given.tokens_per_rank))
+        return given.with_bubble_ns(fixed_ns(given.profile, micro_batches) + work, micro_batches)
 
-    on_all_ranks = (work * degree + step.encoding.whole_ns) // ranks
-    return bound(ranks, on_all_ranks), bound(groups * degree, (work + images) // groups)
+    on_all_ranks = (work * degree + given.encoding.whole_ns) // given.ranks
+    return bound(given.ranks, on_all_ranks), bound(groups * degree, (work + images) // groups)
+
+
+def _ring_work_ns(given: PlanningInput, degrees: Integers) -> int:
+    """Returns the least time of a rank of each ring, summed over documents that all have the same
+    degree: the three lines above without `fixed` and d / N."""
+    profile, lengths, overrides = given.profile, given.lengths, given.overrides
+    documents, degree = len(lengths), int(degrees[0])
+    of_tokens = linear_ns(profile, lengths // degrees) + beyond_ns(profile, overrides, degrees)
+    linear = int(of_tokens.sum())
+    attention = int(attention_ns(profile, lengths, degrees, overrides.pairs).sum())
+
+    most_in_node = np.minimum(degrees, profile.ranks_per_node)
+    mates = mate_ns(profile, keys_of(lengths, overrides), degrees)
+    _, across = gather_ns(profile, degrees, inside=most_in_node, mates=mates)
+    exchange = int(across.sum()) - degree * documents  # the time of every peer was rounded up
+
+    by_attention = math.ceil(profile.overlap * attention)
+    by_queries = math.ceil(profile.overlap * profile.query_share * linear)
+    hidden = by_attention + min(by_queries, -(-2 * max(0, exchange) // 3))
+    rounding = 4 * documents  # shares were rounded up
+    return max(0, linear + attention + max(0, exchange - hidden) - rounding)
 
 
 def best_fit(weights: Integers, capacity: int) -> Integers:
     """Packs by best-fit decreasing, each document into the fullest group with room. Returns the
     group of every document."""
-    group, values, documents = [0] * len(weights), weights.tolist(), len(weights)
+    documents = len(weights)
+    group = [0] * documents
+    values = weights.tolist()
     # Tokens free · documents + group, ascending: whole numbers compare faster than pairs.
     room: list[int] = []
     groups = 0
@@ -171,7 +179,8 @@ def best_fit(weights: Integers, capacity: int) -> Integers:
         if at < len(room):
             free, chosen = divmod(room.pop(at), documents)
         else:
-            free, chosen, groups = capacity, groups, groups + 1
+            free, chosen = capacity, groups
+            groups += 1
         bisect.insort(room, (free - value) * documents + chosen)
         group[document] = chosen
     return np.array(group, dtype=np.int64)
@@ -181,7 +190,8 @@ def _emptiest_first(weights: Integers, capacity: int, groups: int) -> Integers |
     """Packs documents, longest first, into the group with the fewest tokens; returns None if one
     does not fit."""
     order = np.argsort(-weights, kind="stable")
-    tokens, group = np.zeros(groups, dtype=np.int64), np.zeros_like(weights)
+    tokens = np.zeros(groups, dtype=np.int64)
+    group = np.zeros_like(weights)
     packs = emptiest_first(tokens, tokens + capacity, weights[order], weights[order])
     if packs is None:
         return None

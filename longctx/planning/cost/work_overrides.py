@@ -1,5 +1,5 @@
-"""Amounts: what the planner takes documents to cost where their lengths do not say it, as in trees
-and encoder-decoders."""
+"""Work overrides: what the planner takes documents to cost where their lengths do not say it, as in
+trees and encoder-decoders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Amounts:
+class WorkOverrides:
     """Costs of documents; arrays [documents], or any shape that broadcasts with their lengths and
     degrees.
 
@@ -38,8 +38,8 @@ class Amounts:
         trees: Trees = NO_TREES,
         sources: Sequence[int] = (),
         parts: PartCosts = EQUAL_PARTS,
-    ) -> "Amounts":
-        """Returns the amounts of documents, of which some are trees, or all have sources.
+    ) -> "WorkOverrides":
+        """Returns the overrides of documents, of which some are trees, or all have sources.
 
         A decoder's attention to its n tokens counts n², to a source of s tokens 2·n·s, and the
         encoder's, in both directions, 2·s², times its size relative to the decoder's.
@@ -49,23 +49,22 @@ class Amounts:
             read = np.array(sources, dtype=np.float64)
             uneven = 2 * read - s  # tokens of the source less those of the target
             return cls(
-                (s - read) * (s + read) + 2 * parts.attention * read * read,
-                (parts.products - 1) * uneven,
-                s + (parts.keys - 1) * uneven,
+                pairs=(s - read) * (s + read) + 2 * parts.attention * read * read,
+                products=(parts.products - 1) * uneven,
+                keys=s + (parts.keys - 1) * uneven,
             )
         pairs = s * s
         for document, tree in trees.items():
             pairs[document] = tree.pairs
         return cls(pairs)
 
-    def __getitem__(self, documents: Any) -> "Amounts":
-        """Returns the amounts of some documents, by an index of arrays."""
-        return Amounts(
-            *(
-                None if values is None else values[documents]
-                for values in (self.pairs, self.products, self.keys)
-            )
+    def __getitem__(self, documents: Any) -> "WorkOverrides":
+        """Returns the overrides of some documents, by an index of arrays."""
+        return WorkOverrides(
+            pairs=None if self.pairs is None else self.pairs[documents],
+            products=None if self.products is None else self.products[documents],
+            keys=None if self.keys is None else self.keys[documents],
         )
 
 
-BY_LENGTH = Amounts()
+NO_OVERRIDES = WorkOverrides()
