@@ -41,9 +41,12 @@ class Recurrence:
         group: dist.ProcessGroup | None = None,
         exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
     ) -> None:
-        """Args: layout: `plan.layout(micro_batch, rank)`; None: every row is a document of its own.
-        group: process group of the domain, ranks in order; None: the default group. Not used if no
-        document is split. exchange: class that moves the rows.
+        """
+        Args:
+            layout: `plan.layout(micro_batch, rank)`; None: every row is a document of its own.
+            group: process group of the domain, ranks in order; None: the default group. Not used
+                if no document is split.
+            exchange: class that moves the rows.
         """
         self._segments_of = (
             RankSegments.alone if layout is None else partial(RankSegments.of, layout)
