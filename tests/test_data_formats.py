@@ -12,7 +12,7 @@ import pytest
 
 from longctx.cli import main
 from longctx.data.records.corpus import CorpusError, open_corpus
-from longctx.data.records.formats import Document
+from longctx.data.records.formats import Document, columns_of
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
 from tests.data_cases import documents, made, write_jsonl, written
@@ -396,3 +396,19 @@ def test_the_command_refuses(
     error = capsys.readouterr().err
     assert error.startswith("longctx prepare: error: ") and says in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "text_column", "read"),
+    [
+        (["id", "content", "weight", "query"], "content", ["content", "weight"]),
+        (["id", "text", "weight"], None, ["text", "weight"]),
+        (["id", "input_ids", "labels", "weight"], None, ["input_ids", "labels", "weight"]),
+        (["id", "query", "response", "history"], None, ["query", "response", "history"]),
+    ],
+)
+def test_of_a_table_only_columns_with_a_meaning_are_read(
+    names: list[str], text_column: str | None, read: list[str]
+) -> None:
+    """A weight always has one."""
+    assert columns_of(names, text_column) == read
