@@ -4,6 +4,8 @@ and training read."""
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.calibration import BY_MODEL, PEERS, fit_attention, fit_line, no_attention, peers
+from longctx.calibration import (
+    BY_MODEL,
+    PEERS,
+    _matrices,
+    fit_attention,
+    fit_line,
+    no_attention,
+    peers,
+)
 from longctx.cli import main
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
@@ -228,6 +238,22 @@ def test_what_is_refused_before_anything_is_measured(
         "scaled" in said
     )
     assert not dist.is_initialized()
+
+
+def test_a_step_counts_without_its_micro_batch() -> None:
+    """A micro-batch takes 2 s and 0.01 s per token, and a step with an empty one 5 s."""
+
+    def seconds(*parts: Any) -> list[float]:
+        return [*(2 + 0.01 * tokens for tokens in parts[:-1]), 5.0]
+
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(batch=SimpleNamespace(tokens_per_rank=1000)),
+        empty=None,
+        batch=lambda layouts, tokens: None,
+        micro_batch=lambda tokens, attention=None: tokens,
+        seconds=seconds,
+    )
+    assert _matrices(run) == pytest.approx((2.0, 0.01, 3.0))
 
 
 def test_too_few_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

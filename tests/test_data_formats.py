@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from longctx.cli import main
-from longctx.data.records.corpus import CorpusError
-from longctx.data.records.formats import Document
+from longctx.data.records.formats import Document, columns_of
+from longctx.data.records.readers import CorpusError
 from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
@@ -397,3 +397,19 @@ def test_the_command_refuses(
     error = capsys.readouterr().err
     assert error.startswith("longctx prepare: error: ") and says in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "text_column", "read"),
+    [
+        (["id", "content", "weight", "query"], "content", ["content", "weight"]),
+        (["id", "text", "weight"], None, ["text", "weight"]),
+        (["id", "input_ids", "labels", "weight"], None, ["input_ids", "labels", "weight"]),
+        (["id", "query", "response", "history"], None, ["query", "response", "history"]),
+    ],
+)
+def test_of_a_table_only_columns_with_a_meaning_are_read(
+    names: list[str], text_column: str | None, read: list[str]
+) -> None:
+    """A weight always has one."""
+    assert columns_of(names, text_column) == read

@@ -152,6 +152,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # --- texts and weights
     ({"text": ["a", "b"]}, r"'text' is \['a', 'b'\]: it must be text"),
     ({"text": math.nan}, "'text' is nan: it must be text"),
+    ({"query": "Q", "completion": "A"}, "and output, or input_ids, only query, completion"),
     ({"text": "\ud800"}, "surrogate"),
     *(
         ({"text": "x", "weight": weight}, f"`weight` is {weight!r}: it must be a pos")

@@ -112,6 +112,10 @@ def request(**change: Any) -> dict[str, Any]:
         ),
         ({"mode": "bins", "bins": {200: 5}}, "bin 200 has degree 5: must be in 1..4"),
         ({"mode": "bins", "bins": {}}, "the table must not be empty"),
+        (
+            {"lengths": [600, 901, 700]},
+            r"document 1 has 901 tokens, but .* \(2 more documents do not fit\)",
+        ),
         ({"max_remote_tokens": 0}, "max_remote_tokens is 0"),
         ({"pipeline": Pipeline(0)}, "pipeline ranks is 0"),
         ({"pipeline": Pipeline(2, 0)}, "pipeline chunks is 0"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.cost.rounds import plan_score
+from longctx.planning.cost.spec import PassFlops, Scan
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
@@ -99,6 +100,29 @@ def test_the_work_of_a_rank_is_that_of_its_stages(tensor: int) -> None:
     for part in (plain, chunked):
         assert part.kv_bytes * 8 == whole.kv_bytes * part.layers and part.layers < 8
         assert part.attention * 8 == whole.attention * part.layers
+
+
+@pytest.mark.parametrize(
+    ("recompute", "keep_kv", "passes"),
+    [("none", False, 3), ("none", True, 2), ("full", False, 4), ("full", True, 3)],
+)
+def test_keys_travel_once_less_where_they_are_kept(
+    recompute: str, keep_kv: bool, passes: int
+) -> None:
+    """K and V travel in forward and backward, and their gradients back; again if all is
+    recomputed."""
+    spec = replace(PRESETS["tiny"].spec, vocab_size=99)
+    found = work_of(spec, "float32", recompute=recompute, keep_kv=keep_kv)
+    assert found.kv_bytes * 3 == work_of(spec, "float32").kv_bytes * passes
+
+
+def test_tensor_ranks_share_what_split_documents_cost_beside() -> None:
+    tiny = PRESETS["tiny"].spec
+    scan = Scan(8, flops=PassFlops(600.0, 1200.0), split_flops=PassFlops(60.0, 120.0))
+    layers = tuple(replace(layer, scan=scan) for layer in tiny.layers)
+    spec = replace(tiny, layers=layers, vocab_size=99)
+    alone, shared = (work_of(spec, "float32", tensor=tensor).split for tensor in (1, 2))
+    assert alone == 2 * shared > 0
 
 
 def test_the_order_suits_the_schedule() -> None:

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 
 from longctx.planning.cost.rounds import plan_score
 from longctx.planning.plan import Plan
+from longctx.planning.planners.planner import make_plan
 from longctx.plots.colours import by_class, class_name, degree_class
+from longctx.plots.picture import FIXED, _mark_gain, draw_timeline
 from longctx.plots.terminal import IDLE, LAUNCH, WAIT, _row
 from longctx.plots.timeline import timeline
 from tests.marks import examples
@@ -89,3 +93,27 @@ def test_a_row_of_a_terminal_shows_the_waits_of_its_own_rank() -> None:
     rows = ["".join(letter for letter, _ in _row(times, rank, 10)) for rank in range(3)]
     idle = LAUNCH + IDLE * 9
     assert rows == [idle, LAUNCH + IDLE * 3 + WAIT * 2 + IDLE * 4, idle]
+
+
+def test_a_picture_shows_launches_and_the_optimizer_between_micro_batches() -> None:
+    plan = make_plan([5000, 300, 4000, 900], ranks=4, tokens_per_rank=2048, profile=H100)
+    times, axes = timeline(plan), Figure().add_subplot()
+    draw_timeline(axes, times, span_s=2 * times.makespan_s)
+    colour_of_fixed = to_rgba(FIXED)
+    bands = [
+        path.get_extents().width
+        for collection in axes.collections
+        if tuple(collection.get_facecolor()[0]) == colour_of_fixed
+        for path in collection.get_paths()
+    ]
+    computed_s = sum(stop - start for start, stop in times.micro_batches)
+    assert len(bands) == len(times.micro_batches) + 1
+    assert sum(bands) == pytest.approx(times.makespan_s - computed_s)
+
+
+@pytest.mark.parametrize(("stop_s", "marked"), [(5.0, True), (8.4, True), (8.6, False)])
+def test_a_gain_is_marked_where_there_is_room(stop_s: float, marked: bool) -> None:
+    axes = Figure().add_subplot()
+    _mark_gain(axes, stop_s, 10.0, "2.00×")
+    words = [text.get_text() for text in axes.texts]
+    assert words == (["", "2.00× as fast", f"{10 - stop_s:.3g} s saved"] if marked else [])

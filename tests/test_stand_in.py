@@ -33,12 +33,15 @@ def test_lengths_stand_in_for_a_store(lengths: Path, capsys: pytest.CaptureFixtu
         "--dry-run",
         "--gpus",
         "2",
+        "--processes",
+        "3",
         "--train.steps=100",
         "--model.vocab_size=256",
         f"--lengths={lengths}",
         *TINY,
     ]
     out = said(capsys, "train", *given)
+    assert out.startswith("dry run on 2 ranks"), "of the GPUs, if the start of processes is given"
     assert f"from {lengths}" in out and "memory     " in out
     (count,) = re.findall(r"run        100 steps \(an epoch has (\d+), of 12,900 tokens\)", out)
     assert 1 <= int(count) <= 4, "steps of at least 4,000 tokens"
