@@ -57,9 +57,8 @@ def copies(store: Path, run: Path, settings: list[str], spoiled: str | None) -> 
             weight = dict(trainer.model.named_parameters())[spoiled]
             assert isinstance(weight, DTensor)
             if dist.get_rank() == 1:
-                weight.to_local().view(torch.int32).flatten()[0] ^= (
-                    1 << 20
-                )  # no update rounds it away
+                # A high bit, which no update rounds away.
+                weight.to_local().view(torch.int32).flatten()[0] ^= 1 << 20
         try:
             trainer.step()
         except RuntimeError as error:
