@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --co
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo
-	@echo '  Variables: PYTHON=python3.12  PROCESSES=4  CONFIG=examples/quickstart.yaml  RUN=runs/mine  PYTEST_ARGS="tests/test_config.py -v"'
+	@echo '  Variables: PYTHON=python3.12  PROCESSES=4  CONFIG=examples/quickstart.yaml  RUN=runs/mine  PYTEST_ARGS="tests/config/test_config.py -v"'
 
 train: $(VENV)/installed  ## Train a small model on this Python's own standard library, on four processes
 	$(BIN)/longctx prepare

@@ -3,7 +3,7 @@ exchange in two levels.
 
     python bench/pictures.py docs
 
-Each .png carries what it shows as the text chunk `Description`; tests/test_pictures.py compares it
+Each .png carries what it shows as the text chunk `Description`; tests/comparison/test_pictures.py compares it
 with the code.
 """
 

@@ -3,7 +3,7 @@ what each token sees.
 
     python bench/tree_picture.py docs/trees.png
 
-The .png carries what it shows as the text chunk `Description`; tests/test_pictures.py compares it
+The .png carries what it shows as the text chunk `Description`; tests/comparison/test_pictures.py compares it
 with the code.
 """
 

@@ -581,7 +581,7 @@ def assert_same(case: Case, ours: list[dict[str, Any]], expected: dict[str, Any]
                     f"rank {rank}: {name} {outcome[name]}, but rank 0 has {first[name]}"
                 )
     if problems:
-        run = f"pytest tests/test_parity.py -k '{case}'"
+        run = f"pytest tests/training/test_parity.py -k '{case}'"
         raise AssertionError("\n".join([f"differs from one plain process: {run}", *problems[:8]]))
     numbers = (zip(first[name], expected[name], strict=True) for name in ("losses", "norms"))
     parts = ((what, first[what], expected[what]) for what in ("gradients", "after"))

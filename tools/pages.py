@@ -1,7 +1,7 @@
 """Writes the pages that repeat what the code says: docs/settings.md, every setting, and
 docs/names.md, every public name.
 
-python -m tools.pages            # tests/test_generated_pages.py fails until it was run
+python -m tools.pages            # tests/project/test_generated_pages.py fails until it was run
 """
 
 import importlib

@@ -3,7 +3,7 @@ mistakes, given to the commands.
 
 Whatever is wrong with an input, a command must end with a message and not with a traceback, and
 within seconds. A case depends only on its kind, the seed and its number.
-`tests/test_fuzz_inputs.py` runs some, `python -m tests.faults.evidence inputs` counts many.
+`tests/project/test_fuzz_inputs.py` runs some, `python -m tests.faults.evidence inputs` counts many.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Runs whose ranks are killed at random moments and started again until they end, compared with a
 run that nobody disturbs.
 
-`tests/test_kills.py` kills some, `python -m tests.faults.evidence kills soak` kills hundreds.
+`tests/training/test_kills.py` kills some, `python -m tests.faults.evidence kills soak` kills hundreds.
 """
 
 import json

@@ -1,0 +1,164 @@
+"""Compares the loads of plans with the schedules that their ranks build."""
+
+from dataclasses import replace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.attention import HybridAttention, packed_attention
+from longctx.config import load
+from longctx.memory.loads import full_loads, micro_batch_loads
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.plan import Plan
+from longctx.planning.planners.planner import make_plan
+from tests.attention.test_operator_memory import RING, Watching
+from tests.marks import examples
+from tests.workers import Workers
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+
+
+class Rows(NamedTuple):
+    """Rows of a rank, counted at full width (all heads)."""
+
+    tokens: int
+    remote: float
+    held: float
+    fullest: float
+    swapped: int
+    sent: float
+
+
+KV_HEADS = 2
+
+
+def scheduled(
+    plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_node: int | None
+) -> Rows:
+    """Returns the rows that this rank's attention really exchanges."""
+    layout = plan.layout(micro_batch, rank)
+    # There is no process group here.
+    with mock.patch("longctx.attention.inputs.CheckedAttention.__init__", return_value=None):
+        attention = packed_attention(layout, ulysses_degree, ranks_per_node=per_node)
+    swapped = 0
+    if isinstance(attention, HybridAttention):
+        schedules = [
+            (attention.plain.schedule, 1.0),
+            (attention.wide.schedule, 1 / min(ulysses_degree, KV_HEADS)),
+        ]
+        swapped = 0 if attention.swap is None else len(attention.swap.rows)
+    else:
+        schedules = [(attention.schedule, 1.0)]
+    rounds = [0.0] * max(len(schedule.rounds) for schedule, _ in schedules)
+    sent = 0.0
+    for schedule, width in schedules:
+        for number, round_ in enumerate(schedule.rounds):
+            rounds[number] += round_.received_rows * width
+            sent += sum(hop.sent_rows for hop in round_.hops) * width
+    at_once = 3 if per_node else 2
+    held = max((sum(rounds[first : first + at_once]) for first in range(len(rounds))), default=0)
+    return Rows(layout.tokens, sum(rounds), held, max(rounds, default=0), swapped, sent)
+
+
+@given(
+    lengths=st.lists(st.integers(1000, 40_000), min_size=1, max_size=6),
+    ranks=st.sampled_from([4, 8, 12]),
+    per_node=st.sampled_from([2, 3, 4]),
+    ulysses_degree=st.sampled_from([1, 2, 4]),  # of 4 query heads and 2 KV heads
+    two_levels=st.booleans(),
+    rounds=st.lists(st.integers(1, 5), min_size=6, max_size=6),
+    mode=st.sampled_from(["auto", "static"]),
+)
+@settings(max_examples=examples(30), deadline=None)
+def test_loads_are_those_of_the_schedules(
+    lengths: list[int],
+    ranks: int,
+    per_node: int,
+    ulysses_degree: int,
+    two_levels: bool,
+    rounds: list[int],
+    mode: str,
+) -> None:
+    """With any number of rounds of every document."""
+    profile = replace(H100, ranks_per_node=per_node)
+    plan = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=profile, mode=mode)
+    with_rounds = (
+        tuple(replace(p, rounds=rounds[p.document]) for p in placements)
+        for placements in plan.micro_batches
+    )
+    plan = replace(plan, micro_batches=tuple(with_rounds))
+    config = load(
+        None,
+        [
+            f"context.ulysses_degree={ulysses_degree}",
+            f"context.two_level_exchange={str(two_levels).lower()}",
+        ],
+    )
+    cut = len(lengths) * ranks  # chunks are whole tokens: up to one token of difference per rank
+    for micro_batch in range(len(plan.micro_batches)):
+        found = list(micro_batch_loads(plan, micro_batch, config))
+        real = [
+            scheduled(plan, micro_batch, rank, ulysses_degree, per_node if two_levels else None)
+            for rank in range(ranks)
+        ]
+        for mine, rows in zip(found, real, strict=True):
+            assert (
+                mine.tokens,
+                mine.remote,
+                mine.held,
+                mine.fullest,
+                mine.swapped,
+            ) == pytest.approx(rows[:-1], abs=cut)
+        assert sum(mine.sent for mine in found) == pytest.approx(
+            sum(rows.sent for rows in real), abs=cut * ranks
+        )
+
+
+def test_two_levels_hold_the_own_node_at_once() -> None:
+    """With a million tokens on 64 ranks in nodes of 8, planned in 63 rounds, the rows of the own
+    node are one more round."""
+    long = [
+        "batch.tokens_per_rank=16384",
+        "context.max_remote_tokens=16384",
+        "context.profile=h100-nvlink-ib",
+    ]
+    held = {
+        value: max(
+            found.held
+            for found in full_loads(load(None, [*long, f"context.two_level_exchange={value}"]), 64)
+        )
+        for value in ("true", "false")
+    }
+    assert held == {"true": 7 * 16384 + round(2 * 56 * 16384 / 63), "false": 2 * 16384}
+
+
+def test_ranks_that_swap_heads_receive_fewer_keys() -> None:
+    straight = ["context.profile=h100-nvlink-ib", "context.two_level_exchange=false"]
+    wide = ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=4096", *straight]
+    swapping, plain = (
+        max(
+            full_loads(load(None, [*wide, f"context.ulysses_degree={value}"]), 64),
+            key=lambda found: found.remote,
+        )
+        for value in (8, 1)
+    )
+    assert (swapping.swapped, plain.swapped) == (swapping.tokens, 0)
+    assert swapping.remote < plain.remote / 2
+
+
+def rounds_at_once() -> int:
+    """Returns the number of buffers of received rows that are alive at once in a forward pass of
+    five rounds."""
+    case = replace(RING, ranks_per_node=1)
+    rank = dist.get_rank()
+    Watching.buffers, Watching.most = [], 0
+    case.attention(rank, Watching)(*(tensor[case.rows(rank)] for tensor in case.inputs()[:3]))
+    return Watching.most
+
+
+def test_two_levels_have_three_rounds_under_way(workers: Workers) -> None:
+    assert max(workers.run(rounds_at_once, 6)) == 3

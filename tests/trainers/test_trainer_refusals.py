@@ -1,0 +1,101 @@
+"""Every refusal of trainers has an example in the tests, and some have it here."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from longctx.trainers import TrainerError, dynamic_context_parallel, families, refusals
+from tests.trainer_cases import PROFILE, model
+from tests.trainers.test_trainers import as_trl, trainer
+
+WORDS = 3
+"""Words in a row by which an example is recognized."""
+
+
+def sharded_by_version_1(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = SimpleNamespace(fsdp_version=1)
+    monkeypatch.setattr(ours.accelerator.state, "fsdp_plugin", plugin, raising=False)
+
+
+def without_more_arguments(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours.model_accepts_loss_kwargs = False
+    ours.model.forward = lambda input_ids, labels: None
+
+
+def classifying(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_trl(ours, monkeypatch)
+    ours.model.__class__ = type("ForSequenceClassification", (type(ours.model),), {})
+
+
+def of_trl(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_trl("SFTTrainer")(ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("qwen2", sharded_by_version_1, "FSDP version 1 is not supported: set fsdp_version to 2"),
+        ("qwen2", without_more_arguments, "Qwen2ForCausalLM takes no num_items_in_batch"),
+        ("qwen2", classifying, "Classification has a head that is not for tokens: use"),
+        ("bert", of_trl, "SFTTrainer trains causal models, but the model is an encoder: use"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, change: Any, message: str
+) -> None:
+    ours = trainer(tmp_path, of=model(kind))
+    change(ours, monkeypatch)
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def texts_in(tree: ast.AST) -> Iterator[str]:
+    """Yields the texts of a module or a statement."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def phrases(text: str) -> set[str]:
+    """Returns all rows of words in a text, or in a regular expression."""
+    words = re.findall(r"\w+", text.replace("\\", "").lower())
+    return {" ".join(words[at : at + WORDS]) for at in range(len(words) - WORDS + 1)}
+
+
+def refusals_of(path: Path) -> Iterator[ast.AST]:
+    """Yields what a module says when it refuses: what it raises, yields or adds to a list."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        said: ast.AST | None = None
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            said = node.exc
+        elif isinstance(node, ast.Yield):
+            said = node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "found.append":
+            said = node
+        texts = list(texts_in(said)) if said is not None else []
+        is_note = any(text.startswith("note:") for text in texts)
+        if said is not None and any(map(phrases, texts)) and not is_note:
+            yield said
+
+
+def test_every_refusal_has_an_example() -> None:
+    """Words that no other refusal has stand in a test: without the refusal that test fails."""
+    said = [*refusals_of(Path(refusals.__file__)), *refusals_of(Path(families.__file__))]
+    of_each = [set().union(*map(phrases, texts_in(each))) for each in said]
+    counts = Counter(phrase for phrases_of_one in of_each for phrase in phrases_of_one)
+    folder = Path(__file__).parents[1]
+    files = [path.read_text("utf-8") for path in sorted(folder.rglob("test_*.py"))]
+    trees = [ast.parse(text) for text in files if "longctx.trainers" in text]
+    tested = {phrase for tree in trees for text in texts_in(tree) for phrase in phrases(text)}
+    without = [
+        ast.unparse(each)
+        for each, own in zip(said, of_each, strict=True)
+        if not any(counts[phrase] == 1 for phrase in own & tested)
+    ]
+    assert len(said) > 30 and not without
