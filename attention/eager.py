@@ -32,7 +32,8 @@ def ring_attention(
 ) -> Tensor:
     """As `operator.ring_attention`; with `exchanges` False, no message is sent.
 
-    Autograd runs the gradient of `begin` last, as its node is the oldest.
+    Where `queries` is a function, autograd runs the gradient of `begin` last, as its node is the
+    oldest. A tensor was computed before it.
     """
     if compressed is not None or not operator.bypasses_dispatcher(k):
         return operator.ring_attention(

@@ -109,13 +109,13 @@ class StepBatch:
         plan: plan of the step, the same on all ranks.
         documents: names of the documents, by the plan's document index, for messages.
         tokens: number of tokens of the step, over the whole domain, before merging.
-        target_tokens: number of labels of the step other than -100, over the whole domain: the
-            divisor of the loss.
+        target_tokens: number of labels of the step other than -100, over the whole domain. Without
+            weights it is the divisor of the loss.
         micro_batches: this rank's share of each micro-batch of the plan.
         data_wait_s: seconds that the caller waited for this batch.
         weights: weight of each target, by sequence; empty: 1 for all.
-        target_weight: sum of the weights of all targets of the step, over the whole domain;
-            `target_tokens` without weights.
+        target_weight: sum of the weights of all targets of the step, over the whole domain: the
+            divisor of the loss; `target_tokens` without weights.
         source_tokens: tokens of the step by the path of their store; empty with a single store.
         rows: document of the plan of every sequence that was merged, and its rows there; empty:
             each document is a sequence.

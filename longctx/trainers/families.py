@@ -2,7 +2,7 @@
 arguments of a model's forward.
 
 There is a class for each family. To add one, write a class with what differs from `Causal`, and
-name it in `family_of`.
+choose it in `family_of_model`, by a trait of the model (`kinds.Traits`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -374,8 +374,8 @@ def _ddp_problems(traits: Traits) -> Iterator[str]:
 def notes_on_data(
     traits: Traits, limit: int, length_fields: Sequence[str] = ("input_ids",)
 ) -> Iterator[str]:
-    """Yields a note for each data set with documents that TRL may have cut, and for an argument
-    that changes nothing.
+    """Refuses data sets with documents that are too long. Yields a note for each data set with
+    documents that TRL may have cut, and for an argument that changes nothing.
 
     `limit` is the number of tokens that all ranks hold; `length_fields` are the columns of a data
     set that make up a document. Raises TrainerError for a data set with `input_ids` of which a

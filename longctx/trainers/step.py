@@ -72,8 +72,8 @@ class StepExchange:
     Attributes:
         planning: how steps are planned.
         attention: how attention runs; its group has the ranks that share steps.
-        ids_group: the same ranks, for lengths and token ids, which travel between CPUs while models
-            run; None for one process.
+        ids_group: the same ranks, for lengths, token ids and errors, which travel between CPUs
+            while models run; None for one process.
         family: how batches become documents, and documents arguments of the model.
         riders: what goes along with micro-batches.
         undo: what `restore` closes.

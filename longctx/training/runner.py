@@ -112,8 +112,8 @@ class ModelRunner:
         self.clock.keep(OPTIMIZER)
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        """Returns this rank's part of the loss in every micro-batch; gradients are summed over the
-        domain."""
+        """Returns this rank's part of the loss in every micro-batch. FSDP sums gradients over the
+        domain, inside backward (`parallel.sharding`)."""
         weights = token_mean(batch)
         if self.pipeline is None:
             return torch.stack(

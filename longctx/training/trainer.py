@@ -307,9 +307,9 @@ class Trainer:
         """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor
         ranks count tokens once.
 
-        Normally it is the only collective of a step on the host: it carries the hash of the next
-        step's plan. If a rank has not planned ahead, the ranks compare the plan when its step
-        begins. Each takes 0.1 s at a thousand ranks, with idle GPUs.
+        Normally it is the only collective of a step in which all processes meet on the host: it
+        carries the hash of the next step's plan. If a rank has not planned ahead, the ranks compare
+        the plan when its step begins. Each takes 0.1 s at a thousand ranks, with idle GPUs.
         """
         runner = self.runner
         spent = runner.clock.take()
