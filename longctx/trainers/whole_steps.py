@@ -4,8 +4,8 @@ their subclasses.
 `get_batch_samples` takes the batches that the trainer's own loader yields and exchanges the
 documents of all ranks, one step ahead. `training_step` and `prediction_step` run this rank's
 micro-batches. The trainer of transformers divides the loss by the targets of the step, which
-`get_batch_samples` gives it, and multiplies it by the number of ranks, which DDP and FSDP undo. Losses of encoders, smoothed ones, and those of
-evaluations are scaled here.
+`get_batch_samples` gives it, and multiplies it by the number of ranks, which DDP and FSDP undo.
+Losses of encoders, smoothed ones, and those of evaluations are scaled here.
 """
 
 import contextlib
