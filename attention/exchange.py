@@ -157,11 +157,9 @@ class Exchange:
     def _failure(self, peers: list[int], error: Exception) -> ExchangeError:
         rank = dist.get_rank(self.group)
         return ExchangeError(
-            f"rank {rank} of the domain: exchange with rank(s) {', '.join(map(str, peers))} failed "
-            f"in {self.where}: {error}. "
-            "A peer died or is stuck: its own output says why. To wait longer, raise the timeout "
-            "of the process group "
-            "(train.timeout_s)"
+            f"rank {rank} of the domain: exchange with rank(s) {', '.join(map(str, peers))} "
+            f"failed in {self.where}: {error}. A peer died or is stuck: its own output says why. "
+            "To wait longer, raise the timeout of the process group (train.timeout_s)"
         )
 
 

@@ -132,8 +132,7 @@ class CheckedAttention:
         if q.shape[0] != k.shape[0] and not self.crosses:
             raise AttentionInputError(
                 f"q, k and v must have the same number of tokens, not {_shapes(q, k, v)}: only "
-                "cross-attention, with a "
-                "CrossLayout, has others"
+                "cross-attention, with a CrossLayout, has others"
             )
         _check_kinds(q, k, v)
         if q.device.type != self.device.type:
@@ -147,8 +146,8 @@ class CheckedAttention:
             if x.shape[0] < tokens:
                 raise AttentionInputError(
                     f"{name} has {x.shape[0]} tokens, but the layout of micro-batch "
-                    f"{self.layout.micro_batch}, rank "
-                    f"{self.layout.rank} has {tokens}: use the layout that {name} was packed with"
+                    f"{self.layout.micro_batch}, rank {self.layout.rank} has {tokens}: use the "
+                    f"layout that {name} was packed with"
                 )
 
 
@@ -157,8 +156,7 @@ def _check_compressed(compressed: Compressed, k: Tensor) -> None:
         if x.shape[0] != k.shape[0] or x.dtype != k.dtype or x.device != k.device:
             raise AttentionInputError(
                 f"what travels in place of k and v must share its {k.shape[0]} tokens, dtype and "
-                "device, not "
-                f"{_shapes(compressed.first, compressed.second)}, "
+                f"device, not {_shapes(compressed.first, compressed.second)}, "
                 f"{compressed.first.dtype}/{compressed.second.dtype}: expand k and v from it"
             )
 
@@ -199,9 +197,8 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if _strided(q) or _strided(k) or _strided(v):
         raise AttentionInputError(
-            "the last dimension of q, k and v must be contiguous, not with strides "
-            f"{q.stride()}, {k.stride()}, "
-            f"{v.stride()}: call .contiguous() on them"
+            f"the last dimension of q, k and v must be contiguous, not with strides {q.stride()}, "
+            f"{k.stride()}, {v.stride()}: call .contiguous() on them"
         )
 
 
@@ -209,8 +206,7 @@ def _check_sink_logits(sink_logits: Tensor, q: Tensor) -> None:
     if sink_logits.shape != q.shape[1:2] or sink_logits.device != q.device:
         raise AttentionInputError(
             f"sink_logits must have shape [{q.shape[1]}], one number per query head, on "
-            f"{q.device}, not "
-            f"{_shapes(sink_logits)} on {sink_logits.device}"
+            f"{q.device}, not {_shapes(sink_logits)} on {sink_logits.device}"
         )
 
 

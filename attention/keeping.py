@@ -46,9 +46,8 @@ class _Keeping(AbstractContextManager[None]):
             return out
         if not self.outputs:
             raise RuntimeError(
-                "a block with recomputation `selective` was recomputed twice, but what it keeps is "
-                "freed after the first time: "
-                "call backward once, without retain_graph"
+                "a block with recomputation `selective` was recomputed twice, but what it keeps "
+                "is freed after the first time: call backward once, without retain_graph"
             )
         return self.outputs.popleft()
 

@@ -128,16 +128,14 @@ class Mask:
         if self.blocks.get(document) or self.hidden.get(document):
             raise MaskError(
                 f"document {document} is a tree and has blocks or hidden tokens, which do not go "
-                "together: do not merge "
-                "sequences"
+                "together: do not merge sequences"
             )
         if not self.causal or prompt > root:
             raise MaskError(
                 f"document {document} is a tree, whose sequences share only their first {root} "
-                "tokens, and with "
-                f"causal={self.causal} and prefix {prompt} others would see what comes later in "
-                "some of them: use a causal "
-                f"mask and a prefix of at most {root}, or do not merge sequences"
+                f"tokens, and with causal={self.causal} and prefix {prompt} others would see what "
+                f"comes later in some of them: use a causal mask and a prefix of at most {root}, "
+                "or do not merge sequences"
             )
         areas = []
         for number, node in enumerate(tree.nodes):

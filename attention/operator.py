@@ -86,8 +86,7 @@ def find(handle: int) -> Any:
     if handle not in _live:
         raise RuntimeError(
             "the attention of this micro-batch was freed before backward: under torch.compile, "
-            "keep a reference to it until "
-            "backward is done"
+            "keep a reference to it until backward is done"
         )
     return _live[handle]
 

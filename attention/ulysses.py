@@ -147,9 +147,8 @@ class HybridAttention(CheckedAttention):
         if self.ulysses_degree not in degrees:
             raise AttentionInputError(
                 f"ulysses_degree is {self.ulysses_degree}, but {q.shape[1]} query heads and "
-                f"{k.shape[1]} KV heads "
-                "per rank can only be shared "
-                f"over {', '.join(map(str, degrees))} ranks: use one of these"
+                f"{k.shape[1]} KV heads per rank can only be shared over "
+                f"{', '.join(map(str, degrees))} ranks: use one of these"
             )
 
 

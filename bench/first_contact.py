@@ -57,8 +57,8 @@ LATE_S = 60.0
 middle of a row."""
 NOT_SHOWN = {
     "device": "rates of a GPU",
-    "attention": "flash-attn, PyTorch's flash operators and triton on a GPU (tests/attention/test_flash.py "
-    "calls stand-ins)",
+    "attention": "flash-attn, PyTorch's flash operators and triton on a GPU "
+    "(tests/attention/test_flash.py calls stand-ins)",
     "training": "speed, memory and compiled blocks of a GPU",
     "messages": "NCCL; that the tests for GPUs are found is shown",
     "messages here": "NCCL; the same tests pass over gloo",

@@ -148,10 +148,9 @@ class Flash:
             )
         if request.elements:  # flash-attention issue 2611, and pull requests 1500 and 2260
             return (
-                f"supports tensors of less than {MOST_ELEMENTS:,} elements, as its libraries count "
-                "in 32 bits, and one has at "
-                f"least {request.elements:,}: use fewer tokens per rank, or another kernel, which "
-                "is slower"
+                f"supports tensors of less than {MOST_ELEMENTS:,} elements, as its libraries "
+                f"count in 32 bits, and one has at least {request.elements:,}: use fewer tokens "
+                "per rank, or another kernel, which is slower"
             )
         capability = torch.cuda.get_device_capability()
         refusals: list[str] = []

@@ -81,9 +81,9 @@ class RankSegments:
         """
         if rows < layout.tokens:
             raise ValueError(
-                f"the input has {rows} tokens, but the layout of micro-batch {layout.micro_batch}, "
-                f"rank {layout.rank} has "
-                f"{layout.tokens}: use the layout that it was packed with"
+                f"the input has {rows} tokens, but the layout of micro-batch "
+                f"{layout.micro_batch}, rank {layout.rank} has {layout.tokens}: use the layout "
+                "that it was packed with"
             )
         chains = tuple(map(chain_of, layout.shards))
         held = []

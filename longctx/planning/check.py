@@ -93,8 +93,8 @@ def check_trees(trees: Trees, lengths: Sequence[int]) -> None:
         if document not in range(len(lengths)) or tree.length != lengths[document]:
             raise PlanError(
                 f"document {document} is given as a tree of {tree.length} tokens, but not by the "
-                f"{len(lengths)} lengths: give "
-                "those of all documents, and for a tree the sum of its nodes"
+                f"{len(lengths)} lengths: give those of all documents, and for a tree the sum of "
+                "its nodes"
             )
 
 
@@ -104,8 +104,7 @@ def check_sources(sources: Sequence[int], lengths: Sequence[int], trees: Trees) 
     if sources and (trees or len(sources) != len(lengths)):
         raise PlanError(
             f"there are {len(sources)} sources and {len(trees)} trees, but {len(lengths)} "
-            "documents: give one source for each, "
-            "and no trees"
+            "documents: give one source for each, and no trees"
         )
     for document, (source, length) in enumerate(zip(sources, lengths, strict=False)):
         if not 1 <= source < length:
@@ -143,10 +142,8 @@ def _check_magnitude(lengths: Integers, profile: HardwareProfile) -> None:
     if seconds * 1e9 > LONGEST_STEP_NS:
         raise PlanError(
             f"this step would take up to {seconds / 86_400:.0f} days by the hardware profile, but "
-            "the maximum is "
-            f"{LONGEST_STEP_NS / 86_400e9:.0f} days: take a profile of the devices of the run "
-            "(context.profile; for GPUs also "
-            "train.device), or check its constants"
+            f"the maximum is {LONGEST_STEP_NS / 86_400e9:.0f} days: take a profile of the devices "
+            "of the run (context.profile; for GPUs also train.device), or check its constants"
         )
 
 
@@ -236,8 +233,7 @@ def _check_tokens(plan: Plan) -> None:
         documents = [p.document for p in plan.micro_batches[micro_batch] if rank in p.ring]
         raise PlanError(
             f"rank {rank} holds {tokens[micro_batch, rank]} tokens in micro-batch {micro_batch} "
-            f"(documents {documents}), "
-            f"but the budget is {plan.tokens_per_rank} tokens per rank"
+            f"(documents {documents}), but the budget is {plan.tokens_per_rank} tokens per rank"
         )
 
 

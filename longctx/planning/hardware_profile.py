@@ -139,8 +139,7 @@ class HardwareProfile:
         if any(a > b for a, b in itertools.pairwise(values)):
             problems.append(
                 f"attention_efficiency values {values} fall as documents get longer, which would "
-                "break the lower bound: "
-                "replace each value with the maximum so far"
+                "break the lower bound: replace each value with the maximum so far"
             )
         return problems
 

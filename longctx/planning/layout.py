@@ -289,8 +289,8 @@ class CrossLayout:
         if sorted(by_document) != sorted(target.document for target in targets):
             raise LayoutError(
                 f"targets are of documents {sorted(target.document for target in targets)}, "
-                f"sources of {sorted(by_document)}: "
-                "place target and source of a document in one micro-batch"
+                f"sources of {sorted(by_document)}: place target and source of a document in one "
+                "micro-batch"
             )
         target_layout = Layout.of(targets, target_lengths, micro_batch, rank)
         source_layout = Layout.of(sources, source_lengths, micro_batch, rank)
@@ -304,8 +304,7 @@ class CrossLayout:
             if min(target_length, source_length) < 1:
                 raise LayoutError(
                     f"document {document} has {source_length} source and {target_length} target "
-                    "tokens: needs one or more of "
-                    "each"
+                    "tokens: needs one or more of each"
                 )
             if document not in held_targets and document not in held_sources:
                 continue

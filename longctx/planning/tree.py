@@ -73,9 +73,8 @@ class Tree:
             if not path or (parent == ROOT) != (node == 0):
                 raise TreeError(
                     f"node {node} of a tree has parent {parent}: nodes must be in depth-first "
-                    "order, the root first with "
-                    f"parent {ROOT}, and every other one after its parent and the subtrees of its "
-                    "elder siblings"
+                    f"order, the root first with parent {ROOT}, and every other one after its "
+                    "parent and the subtrees of its elder siblings"
                 )
             path.append(node)
 

@@ -123,10 +123,9 @@ class Workload:
         if not fitting:
             raise TrainerError(
                 f"{UNIT:,} tokens per rank need {format_bytes(self._needed(UNIT, all_logits))} by "
-                "estimate, but only "
-                f"{format_bytes(limit)} of a rank's memory are to be filled: use FSDP2, "
-                "gradient_checkpointing or adapters, or "
-                "give tokens_per_rank if you know that it fits"
+                f"estimate, but only {format_bytes(limit)} of a rank's memory are to be filled: "
+                "use FSDP2, gradient_checkpointing or adapters, or give tokens_per_rank if you "
+                "know that it fits"
             )
         return fitting * UNIT
 

@@ -181,8 +181,8 @@ def rows_of_examples(
     if len(documents) != expected:
         raise TrainerError(
             f"the data collator joins examples of {expected} documents to {len(rows)} rows, in "
-            "which position_ids show "
-            f"{len(documents)}: begin each document at position 0, and give none without a token"
+            f"which position_ids show {len(documents)}: begin each document at position 0, and "
+            "give none without a token"
         )
     remaining = iter(documents)
     return [list(itertools.islice(remaining, count)) for count in counts.tolist()]
@@ -234,9 +234,8 @@ def _cuts(row: int, positions: Ids) -> list[int]:
         at = int(wrong[0])
         raise TrainerError(
             f"position_ids of row {row} have {positions[at]} "
-            f"{f'after {positions[at - 1]}' if at else 'first'}, but documents "
-            "count 0, 1, 2, ..: leave position_ids out, or begin each document at 0 and skip and "
-            "repeat no position"
+            f"{f'after {positions[at - 1]}' if at else 'first'}, but documents count 0, 1, 2, ..: "
+            "leave position_ids out, or begin each document at 0 and skip and repeat no position"
         )
     return [int(start) for start in np.flatnonzero(positions == 0)[1:]]
 
@@ -273,11 +272,9 @@ def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:
     if lost:
         raise TrainerError(
             f"the data collator returns {', '.join(lost)}, which splitting documents would lose: "
-            "return only "
-            f"{', '.join(TOKEN_FIELDS)}, attention_mask and position_ids, decoder_input_ids and "
-            "decoder_attention_mask only for "
-            f"encoder-decoders, and images only for {', '.join(VISION_FAMILIES)}, of which those "
-            "of Qwen also take videos"
+            f"return only {', '.join(TOKEN_FIELDS)}, attention_mask and position_ids, "
+            "decoder_input_ids and decoder_attention_mask only for encoder-decoders, and images "
+            f"only for {', '.join(VISION_FAMILIES)}, of which those of Qwen also take videos"
         )
 
 

@@ -269,8 +269,7 @@ def _prepare_kernels(traits: Traits, spec: ModelSpec, kernel: str) -> Iterator[s
     if not is_prepared(device):
         yield (
             "note: every micro-batch has other shapes, which cut segments of torch's allocator "
-            "into pieces: start the program "
-            f"with {ALLOCATOR_SETTINGS[0]}=expandable_segments:True"
+            f"into pieces: start the program with {ALLOCATOR_SETTINGS[0]}=expandable_segments:True"
         )
 
 

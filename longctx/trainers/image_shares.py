@@ -200,9 +200,8 @@ def _share(
     expected = len(share.sent_rows)
     if expected and len(features) != expected:
         raise UserError(
-            f"the model makes {len(features)} features of images that have {expected} tokens: make "
-            "documents by the processor "
-            "of the model"
+            f"the model makes {len(features)} features of images that have {expected} tokens: "
+            "make documents by the processor of the model"
         )
     rows = features[copy_to(share.sent_rows, device)]
     arrived = rows if group is None else exchange_rows(rows, share.sent, share.received, group)

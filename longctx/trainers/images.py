@@ -103,8 +103,7 @@ def images_of_rows(
     if hf.config.model_type in IN_BOTH_DIRECTIONS and batch.get("token_type_ids") is None:
         raise TrainerError(
             f"the data collator returns no token_type_ids, by which {type(hf).__name__} lets the "
-            "tokens of an image see each "
-            "other: return them, as its processor does"
+            "tokens of an image see each other: return them, as its processor does"
         )
     waiting = {hf.config.image_token_id: _images(hf, batch)}
     video = video_token(hf)
@@ -125,9 +124,8 @@ def images_of_rows(
             if not _is_one_run(ids, run, count) or (run[0] == end and not side_by_side):
                 raise TrainerError(
                     f"the tokens of images or videos in row {row} of a batch are not those of its "
-                    "pixels: do not cut "
-                    "documents (max_length=None), and let the processor of the model write these "
-                    "tokens"
+                    "pixels: do not cut documents (max_length=None), and let the processor of the "
+                    "model write these tokens"
                 )
             for start in run[:: shown.tokens].tolist():
                 places.append(ImagePlace(start, shown.tokens, shown.grid, fps=shown.fps))
@@ -193,8 +191,7 @@ def _parts(pixels: torch.Tensor, patches: torch.Tensor) -> Iterator[torch.Tensor
     if int(patches.sum()) != len(pixels):
         raise TrainerError(
             f"pixels of {len(pixels):,} patches have grids of {int(patches.sum()):,}: return all "
-            "that the processor of the "
-            "model makes of a batch"
+            "that the processor of the model makes of a batch"
         )
     yield from pixels.cpu().split(patches.tolist())
 

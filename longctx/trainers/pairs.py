@@ -181,8 +181,7 @@ def _hidden(row: int, tokens: Ids, config: Any) -> tuple[Span, ...]:
     if any(start == 0 or (window and stop - start >= window) for start, stop in runs):
         raise TrainerError(
             f"the decoder reads only padding in a window of row {row}, which it hides from "
-            "attention: return "
-            "decoder_attention_mask with 1 for the tokens of targets"
+            "attention: return decoder_attention_mask with 1 for the tokens of targets"
         )
     return runs
 

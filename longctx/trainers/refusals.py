@@ -30,10 +30,9 @@ WRAPPED = ("training_step", "prediction_step")
 
 
 UNEVEN = (
-    "the last rows of {} are not as many on every rank, so plain training fills them with others, "
-    "and nothing says how the "
-    "loss weighs fewer: set dataloader_drop_last=True in {}, a batch size that divides the rows, "
-    "or compute_loss_func"
+    "the last rows of {} are not as many on every rank, so plain training fills them with "
+    "others, and nothing says how the loss weighs fewer: set dataloader_drop_last=True in {}, a "
+    "batch size that divides the rows, or compute_loss_func"
 )
 
 
@@ -61,8 +60,8 @@ def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
     if not isinstance(trainer, Trainer):
         raise TrainerError(
             f"trainer is {given}: give the transformers.Trainer, or TRL's, that was made with the "
-            "model and its arguments. A "
-            "loop of your own calls prepare(model) and ring_attention instead (docs/own-trainer.md)"
+            "model and its arguments. A loop of your own calls prepare(model) and ring_attention "
+            "instead (docs/own-trainer.md)"
         )
     missing = [name for name in ("args", "accelerator", "model") if name not in vars(trainer)]
     if missing:
@@ -84,9 +83,8 @@ def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TrainerError(
             f"the model of {type(trainer).__name__} is a {type(model).__name__}, no "
-            "PreTrainedModel of transformers, whose "
-            "attention is replaced: train such a model, or prepare(model) the one inside in a loop "
-            "of your own"
+            "PreTrainedModel of transformers, whose attention is replaced: train such a model, or "
+            "prepare(model) the one inside in a loop of your own"
         )
 
 
@@ -189,9 +187,8 @@ def _method_problems(traits: Traits, names: Sequence[str]) -> Iterator[str]:
         if name in LOSS and not traits.token_sum:
             yield (
                 f"{own} may not be a sum over tokens divided by num_items_in_batch: omit it, or "
-                "say "
-                "own_loss_is_a_token_sum=True if it is, whichever documents, or parts of them, are "
-                "in a row of its inputs"
+                "say own_loss_is_a_token_sum=True if it is, whichever documents, or parts of "
+                "them, are in a row of its inputs"
             )
         elif name not in LOSS + CALLED:
             way = (
@@ -220,8 +217,8 @@ def _argument_problems(traits: Traits) -> Iterator[str]:
     if started > args.world_size:
         yield (
             f"{started} processes were started, but the trainer sees {args.world_size}, so each "
-            "would train by itself: set "
-            f"use_cpu=True in {type(args).__name__} if there are no GPUs"
+            f"would train by itself: set use_cpu=True in {type(args).__name__} if there are no "
+            "GPUs"
         )
     tasks = other_tasks() if args.world_size == 1 else ""
     if tasks:
@@ -314,8 +311,7 @@ def _adapter_problems(traits: Traits) -> Iterator[str]:
     ):
         found.append(
             "the adapters draw random numbers in every call, which would be others on every rank: "
-            "set their dropout to 0, or "
-            "use LoRA, whose dropout is the same under any split"
+            "set their dropout to 0, or use LoRA, whose dropout is the same under any split"
         )
     yield from found
 
@@ -364,10 +360,8 @@ def _ddp_problems(traits: Traits) -> Iterator[str]:
         twice = "sees weights ready twice beside ddp_find_unused_parameters"
         yield (
             f"use_reentrant is True, with which DDP {twice if traits.kind == 'step' else calls}: "
-            "set "
-            f"gradient_checkpointing_kwargs={{'use_reentrant': False}} in {type(args).__name__}, "
-            "or where the model is told to "
-            "recompute"
+            "set gradient_checkpointing_kwargs={'use_reentrant': False} in "
+            f"{type(args).__name__}, or where the model is told to recompute"
         )
 
 
@@ -415,15 +409,15 @@ def notes_on_data(
             if longest > limit:
                 raise TrainerError(
                     f"{name} has a document of {longest:,} tokens, but {args.world_size} ranks "
-                    f"hold {limit:,}: give more "
-                    "tokens_per_rank, use more ranks, or shorten the documents"
+                    f"hold {limit:,}: give more tokens_per_rank, use more ranks, or shorten the "
+                    "documents"
                 )
             cut = int((lengths == max_length).sum())
             if cut:
                 yield (
                     f"note: {cut:,} of {len(lengths):,} documents of {name} have exactly "
-                    f"max_length={max_length:,} tokens: TRL cuts "
-                    "longer ones. max_length=None in its config keeps them whole"
+                    f"max_length={max_length:,} tokens: TRL cuts longer ones. max_length=None in "
+                    "its config keeps them whole"
                 )
 
 

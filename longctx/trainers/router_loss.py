@@ -59,9 +59,9 @@ class RouterLoss(Rider):
             own(gates, 4, 2) * self._divisor, self._loss(gates, 4, 2)
         ):
             raise TrainerError(
-                f"{type(traits.model).__name__} does not compute the auxiliary loss of its routers "
-                f"by {NAME}, as most models "
-                "do: set output_router_logits to False in its config"
+                f"{type(traits.model).__name__} does not compute the auxiliary loss of its "
+                f"routers by {NAME}, as most models do: set output_router_logits to False in its "
+                "config"
             )
         self.group = group
 

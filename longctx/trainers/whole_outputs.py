@@ -209,8 +209,8 @@ def _own_rows(loader: Any, rank: int, rows: int) -> int:
     if kept < size and rows != size:
         raise TrainerError(
             f"the last batch of an epoch has {rows} rows of {size} examples, of which "
-            f"{size - kept} repeat others, and cannot "
-            "be told: set dataloader_drop_last=True, or return a row for every example"
+            f"{size - kept} repeat others, and cannot be told: set dataloader_drop_last=True, or "
+            "return a row for every example"
         )
     return min(kept, rows)
 
@@ -292,8 +292,8 @@ class PlannedBase(PlannedCall):
         if self.padding is not None and bool(((ids != self.padding) & in_padding).any()):
             raise TrainerError(
                 "rows are padded with other tokens than the config's pad_token_id "
-                f"{self.padding}, by which the head finds "
-                "the last token of a row: set pad_token_id to what the collator pads with"
+                f"{self.padding}, by which the head finds the last token of a row: set "
+                "pad_token_id to what the collator pads with"
             )
         return list(itertools.chain.from_iterable(rows))
 

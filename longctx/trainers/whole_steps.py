@@ -376,9 +376,8 @@ def own_rows_of_last_batch(loader: Any, rank: int, rows: int) -> int:
     if not hasattr(sampler, "sampler"):
         raise TrainerError(
             f"the batches of {type(sampler).__name__} are filled with rows that repeat others, "
-            "which cannot be told without "
-            "its sampler of rows: give it an attribute `sampler` with a length, drop_last=True, or "
-            "no batch_size"
+            "which cannot be told without its sampler of rows: give it an attribute `sampler` "
+            "with a length, drop_last=True, or no batch_size"
         )
     last = len(sampler.sampler) % (sampler.batch_size * processes)
     return max(0, last - rank * rows) if last else rows

@@ -42,10 +42,8 @@ def scale(
     if arithmetic <= 0:
         raise ProfileError(
             f"linear_s_per_token is {profile.linear_s_per_token:.3g} s, but the messages of "
-            "tensor_parallel_size "
-            f"{known.tensor} alone would take longer, so the profile cannot be scaled: measure one "
-            "with the settings of the "
-            "run (`longctx calibrate`)"
+            f"tensor_parallel_size {known.tensor} alone would take longer, so the profile cannot "
+            "be scaled: measure one with the settings of the run (`longctx calibrate`)"
         )
     layers = target.layers / known.layers
     linear_s_per_token = arithmetic * (target.computed / known.computed) + _messages_s(

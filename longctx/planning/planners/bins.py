@@ -145,9 +145,8 @@ def degrees_by_bins(
         document = int(over[0])
         raise PlanError(
             f"document {document} has {lengths[document]} tokens, but degree {degrees[document]} "
-            "of its bin holds at most "
-            f"{int(degrees[document]) * tokens_per_rank}: raise the bin's degree to "
-            f"{least_degrees(lengths[[document]], ranks, tokens_per_rank)[0]}, or tokens_per_rank "
-            f"to {shards[document]}"
+            f"of its bin holds at most {int(degrees[document]) * tokens_per_rank}: raise the "
+            f"bin's degree to {least_degrees(lengths[[document]], ranks, tokens_per_rank)[0]}, or "
+            f"tokens_per_rank to {shards[document]}"
         )
     return degrees

@@ -78,9 +78,8 @@ def _no_degree(given: PlanningInput) -> str:
     least = int(least_degrees(given.lengths[[document]], ranks, tokens_per_rank)[0])
     return (
         f"document {document} has {given.lengths[document]} tokens, but {given.degree} ranks of "
-        f"{tokens_per_rank} tokens hold at most "
-        f"{given.degree * tokens_per_rank}: use degree {least}, tokens_per_rank "
-        f"{shards[document]}, or mode auto"
+        f"{tokens_per_rank} tokens hold at most {given.degree * tokens_per_rank}: use degree "
+        f"{least}, tokens_per_rank {shards[document]}, or mode auto"
     )
 
 
