@@ -386,5 +386,10 @@ def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1) -> MicroBatch:
             tokens[rows], labels[rows] = read(shard.document, start, stop)
             positions[rows] = shard.positions(start, stop)
             row = rows.stop
-    filled = torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions)
-    return MicroBatch(layout.micro_batch, layout, *filled)
+    return MicroBatch(
+        layout.micro_batch,
+        layout,
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        positions=torch.from_numpy(positions),
+    )

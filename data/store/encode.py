@@ -102,8 +102,12 @@ class Encoder:
         if self.request.template is None:
             return None
         try:
-            options = document.first_trained, document.message_weights
-            return self.request.template.render(document.messages, document.tools, *options)
+            return self.request.template.render(
+                document.messages,
+                document.tools,
+                first_trained=document.first_trained,
+                message_weights=document.message_weights,
+            )
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
 

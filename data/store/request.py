@@ -166,8 +166,15 @@ class StoreRequest:
         known = self.pretrained
         if known is None or self.templates is None:
             return None
-        options = self.train_on, self.empty_thoughts, self.date
-        return Template(self.templates, known.variables, known.tokenizer, known.ends, *options)
+        return Template(
+            self.templates,
+            known.variables,
+            tokenizer=known.tokenizer,
+            ends=known.ends,
+            train_on=self.train_on,
+            empty_thoughts=self.empty_thoughts,
+            date=self.date,
+        )
 
     @cached_property
     def _content(self) -> dict[str, Any]:

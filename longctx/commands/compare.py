@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
-    print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
+    print("\n".join(named.lines), file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(
             json.dumps(

@@ -83,7 +83,7 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     given = config
     of_run = RunMemory(source.spec, store, ranks, on_gpus(config))
     config = of_run.as_fitted(config)
-    print(*_run_summary(config, ranks, source=source, data=data), sep="\n")
+    print("\n".join(_run_summary(config, ranks, source=source, data=data)))
     planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
     print(
         "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static    "
@@ -100,8 +100,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
         for name, size in memory.parts.items()
         if size
     )
-    print(f"memory     {fits}: {parts}", *changes, sep="\n")
-    print(*_run_lines(config, store, ranks, planned), sep="\n")
+    print("\n".join([f"memory     {fits}: {parts}", *changes]))
+    print("\n".join(_run_lines(config, store, ranks, planned)))
 
 
 def _run_data(config: Config, lengths: Store | None) -> RunData:

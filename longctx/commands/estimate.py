@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     changes = changes_between(config, of_run.as_fitted(config))
-    print(*of_run.verdict(config, changes, memory), sep="\n")
+    print("\n".join(of_run.verdict(config, changes, memory)))
     print(
         f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} "
         f"rank{'s' * (ranks > 1)}{assumed(config.train.device)}, "
@@ -95,10 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
         else "choices that fit, fastest first (--all: every choice)"
     )
     for settings, choice in table:
-        overrides = " ".join(as_override(*setting) for setting in settings.items())
+        overrides = " ".join(as_override(name, value) for name, value in settings.items())
         print(f"  {overrides:86}{format_bytes(choice.total):>12}")
     print("not counted: the process, its libraries and memory fragmentation")
-    print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
+    print("\n".join(run_profile(config, ranks, spec.vocab_size).lines))
     return 0
 
 

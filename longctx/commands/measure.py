@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     with join_run(config, launch, run.device) as mesh:
         if show:
             profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
-            print(*profile.lines, sep="\n", file=sys.stderr, flush=True)
+            print("\n".join(profile.lines), file=sys.stderr, flush=True)
         measured = train_in_turn(
             config,
             mesh,

@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"lengths: {source}; times: modelled, profile {planned.name}",
             arguments.png,
         )
-    print(*planned.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
+    print("\n".join(planned.lines), file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         more = {} if bins is None else {"bins": bins}
         print(json.dumps({**plan.to_json(), "tight_bound_s": tight_bound_s(plan), **more}))

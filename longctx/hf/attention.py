@@ -393,7 +393,11 @@ class Rings:
 
     def __init__(self, make: Make, kinds: Iterable[Kind] = (), device: torch.device = CPU) -> None:
         self.make = make
-        self._made = {(*kind, device): make(*kind, device) for kind in kinds}
+        self._made: dict[
+            tuple[float | None, float, int | None, torch.device], RingAttention | HybridAttention
+        ] = {}
+        for scale, softcap, window in kinds:
+            self._made[scale, softcap, window, device] = make(scale, softcap, window, device)
         self._recurrence: Recurrence | None = None
 
     @not_compiled
@@ -414,7 +418,7 @@ class Rings:
         """Returns the attention for layers of this kind on this device."""
         kind = scale, softcap, window, device
         if kind not in self._made:
-            self._made[kind] = self.make(*kind)
+            self._made[kind] = self.make(scale, softcap, window, device)
         return self._made[kind]
 
     @property

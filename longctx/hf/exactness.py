@@ -421,8 +421,6 @@ class Probe:
                 )
             if logits is None and hasattr(output, "last_hidden_state"):
                 logits = output.last_hidden_state
-            else:
-                logits = logits
         if logits is None or logits.shape[:2] != (1, TOKENS):
             expected = self.wanted if self.causal else "an encoder, or its model for masked tokens"
             raise HuggingFaceError(

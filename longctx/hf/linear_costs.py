@@ -22,8 +22,19 @@ from longctx.planning.layout import Layout, Placement
 TOKENS = 16384
 """Of a document on each of its ranks: 16 lanes of 16 chunks, as the scan of long documents takes
 more."""
-WHOLE, SPLIT = (Placement(0, 0, 1), 0), (Placement(0, 0, 4), 1)
-"""A document on one rank, and one on four, of which the second holds two segments in its middle."""
+
+
+class Where(NamedTuple):
+    """A document on some ranks, seen from one of them."""
+
+    placement: Placement
+    rank: int
+
+
+WHOLE = Where(Placement(0, 0, 1), rank=0)
+"""A document on one rank."""
+SPLIT = Where(Placement(0, 0, 4), rank=1)
+"""A document on four ranks, of which the second holds two segments in its middle."""
 
 
 class LinearCosts(NamedTuple):
@@ -106,14 +117,14 @@ def linear_costs(layer: nn.Module, kind: type, hidden_size: int) -> LinearCosts:
     if key not in _MEASURED:
         replace_functions(sys.modules[kind.__module__])
         kept, working = _memory(layer, hidden_size)
-        whole, split = (_scan_flops(layer, hidden_size, *where) for where in (WHOLE, SPLIT))
-        more = PassFlops(*(one - other for one, other in zip(split, whole, strict=True)))
+        whole, split = (_scan_flops(layer, hidden_size, where) for where in (WHOLE, SPLIT))
+        more = PassFlops(split.forward - whole.forward, split.backward - whole.backward)
         _MEASURED[key] = LinearCosts(kept, working, whole, more)
     return _MEASURED[key]
 
 
 def _memory(layer: nn.Module, hidden_size: int) -> tuple[int, int]:
-    run, x = _prepared(layer, hidden_size, *WHOLE)
+    run, x = _prepared(layer, hidden_size, WHOLE)
     with Live() as live:
         out = run()
         kept = live.size
@@ -122,10 +133,10 @@ def _memory(layer: nn.Module, hidden_size: int) -> tuple[int, int]:
     return kept // TOKENS, (live.peak - kept) // TOKENS
 
 
-def _scan_flops(layer: nn.Module, hidden_size: int, placement: Placement, rank: int) -> PassFlops:
+def _scan_flops(layer: nn.Module, hidden_size: int, where: Where) -> PassFlops:
     """Returns the operations of the scan: triangular systems, and products of batches of matrices,
     which weights are not."""
-    run, x = _prepared(layer, hidden_size, placement, rank)
+    run, x = _prepared(layer, hidden_size, where)
     forward, backward = (
         FlopCounterMode(display=False, custom_mapping={_SOLVE: _solve_flops}) for _ in range(2)
     )
@@ -133,10 +144,13 @@ def _scan_flops(layer: nn.Module, hidden_size: int, placement: Placement, rank: 
         out = run()
     with backward:
         torch.autograd.grad(out, x, torch.empty_like(out))
-    counts = [counter.get_flop_counts().get("Global", {}) for counter in (forward, backward)]
-    return PassFlops(
-        *(sum(count.get(each, 0) for each in (*_BATCHES, _SOLVE)) / TOKENS for count in counts)
-    )
+    return PassFlops(_counted(forward), _counted(backward))
+
+
+def _counted(counter: FlopCounterMode) -> float:
+    """Returns the operations of scans per token that a counter has seen."""
+    counts = counter.get_flop_counts().get("Global", {})
+    return sum(counts.get(operation, 0) for operation in (*_BATCHES, _SOLVE)) / TOKENS
 
 
 _SOLVE = torch.ops.aten.linalg_solve_triangular
@@ -150,7 +164,7 @@ def _solve_flops(_system: Any, right: torch.Size, *_: Any, **__: Any) -> int:
 
 
 def _prepared(
-    layer: nn.Module, hidden_size: int, placement: Placement, rank: int
+    layer: nn.Module, hidden_size: int, where: Where
 ) -> tuple[Callable[[], Any], torch.Tensor]:
     """Returns a function that runs a layer's forward on the meta device, and its input."""
     wrapped = _Forward(layer)
@@ -161,7 +175,8 @@ def _prepared(
     }
     dtype = next(x.dtype for x in weights.values() if x.is_floating_point())
     x = torch.empty(1, TOKENS, hidden_size, dtype=dtype, device="meta", requires_grad=True)
-    layout = Layout.of([placement], [TOKENS * placement.degree], 0, rank)
+    length = TOKENS * where.placement.degree
+    layout = Layout.of([where.placement], [length], 0, where.rank)
     silent: Any = _Silent
     recurrence: Any = Recurrence(layout, exchange=silent)
     return lambda: functional_call(wrapped, weights, (x, LayerRecurrence(recurrence, None))), x

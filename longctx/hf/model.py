@@ -229,9 +229,10 @@ class TransformersModel(Model):
 
         self.plain_head = False
         places = torch.arange(PROBED, device=self._device)
-        inputs = places % self.hf.get_input_embeddings().num_embeddings, places, Alone()
-        theirs = self(*inputs)
-        ours = self(*inputs, compare)
+        tokens = places % self.hf.get_input_embeddings().num_embeddings
+        alone = Alone()
+        theirs = self(tokens, places, alone)
+        ours = self(tokens, places, alone, compare)
         if not torch.allclose(
             theirs.float(), ours.float(), rtol=1e-3 if dtype == torch.float32 else 0.1, atol=1e-3
         ):

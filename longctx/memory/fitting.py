@@ -232,7 +232,7 @@ class RunMemory:
             )
         return (
             "the cheapest change that would fit is "
-            f"{' '.join(as_override(*setting) for setting in change.items())}"
+            f"{' '.join(as_override(name, value) for name, value in change.items())}"
         )
 
     def verdict(self, config: Config, changes: str, memory: Memory) -> list[str]:

@@ -43,12 +43,21 @@ def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -
     queries and `keys` keys."""
     context = config.context
     split = config.parallel.tensor_parallel_size
-    dims = layer.head_dim, layer.head_dim
     request = KernelRequest(
-        "cuda", getattr(torch, config.dtype), *dims, deterministic=context.deterministic
+        "cuda",
+        getattr(torch, config.dtype),
+        head_dim=layer.head_dim,
+        v_head_dim=layer.head_dim,
+        deterministic=context.deterministic,
     )
-    heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
-    sizes = BackwardSizes(request, tokens, keys, config.data.max_length or keys, *heads)
+    sizes = BackwardSizes(
+        request,
+        tokens,
+        keys=keys,
+        longest=config.data.max_length or keys,
+        heads=layer.num_attention_heads // split,
+        kv_heads=layer.num_key_value_heads // split,
+    )
     return kernel_on_gpus(context.kernel, request).workspace(sizes)
 
 

@@ -99,7 +99,8 @@ class RouterWatch:
         """Adds `rate` to the bias of experts with fewer tokens than the mean of `counts` [experts],
         subtracts it of others."""
         if self.bias is not None:
-            bias = getattr(*self.bias)
+            module, name = self.bias
+            bias = getattr(module, name)
             wide = counts.to(torch.float64)
             bias += rate * (wide.mean() - wide).sign().to(bias.dtype)
 

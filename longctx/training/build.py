@@ -159,10 +159,16 @@ def kernel_requests(
     of layer with attention."""
     requests = {}
     for layer in dict.fromkeys(spec.layers):
-        dims = layer.latent.key_dim or layer.head_dim, layer.latent.value_dim or layer.head_dim
-        properties = layer.window is not None, bool(spec.attention_softcap), deterministic
         if layer.attends:
-            requests[layer] = KernelRequest(device, dtype, *dims, *properties)
+            requests[layer] = KernelRequest(
+                device,
+                dtype,
+                head_dim=layer.latent.key_dim or layer.head_dim,
+                v_head_dim=layer.latent.value_dim or layer.head_dim,
+                bands=layer.window is not None,
+                softcap=bool(spec.attention_softcap),
+                deterministic=deterministic,
+            )
     return requests
 
 

@@ -244,7 +244,6 @@ class StepPlans:
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[StepPlans]:
     """Plans the first steps of a run: as configured, and with the best degree for all documents."""
-    configured, static = (
-        first_plans(config, store, ranks, steps, static=best) for best in (False, True)
-    )
-    return [StepPlans(*plans) for plans in zip(configured, static, strict=True)]
+    configured = first_plans(config, store, ranks, steps, static=False)
+    static = first_plans(config, store, ranks, steps, static=True)
+    return [StepPlans(plan, best) for plan, best in zip(configured, static, strict=True)]

@@ -205,9 +205,7 @@ def scaled_profile(
     # all of one domain.
     node = None if started is None else math.gcd(started, ranks // config.pipeline.ranks)
     if described is None:
-        if node is None:
-            profile = profile
-        else:
+        if node is not None:
             profile = replace(profile, ranks_per_node=max(1, node // tensor))
         return _unscaled(name, profile, *lines)
     spec = _with_vocabulary(spec, described)
