@@ -198,7 +198,7 @@ def commands(part: str, out: Path, minutes: float, *, small: bool, gpus: int) ->
             "-v",
             "-m",
             marker,
-            str(HERE.parent / "tests" / "test_two_devices.py"),
+            str(HERE.parent / "tests" / "attention" / "test_two_devices.py"),
         ]
     if part == "profile":
         model = "tiny" if small else "llama-3.2-1b"

@@ -191,9 +191,9 @@ def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
         done["swap"] += arguments[-1] == 0
         return run(self, *arguments)
 
-    def attended(self: Any, call: Any, layer: int, name: str, *arguments: Any) -> None:
-        done["attention"] += (layer, name) == (0, "forward")
-        attend(self, call, layer, name, *arguments)
+    def attended(self: Any, ring: Any, layer: int, **named: Any) -> None:
+        done["attention"] += (layer, named["name"]) == (0, "forward")
+        attend(self, ring, layer, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadSwap, "run", swapped)

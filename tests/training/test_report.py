@@ -45,6 +45,6 @@ def test_documents_beyond_the_models_length_are_told(longest: int, told: bool) -
     files = SimpleNamespace(
         added=0, rope=(), config=SimpleNamespace(get_text_config=lambda: config)
     )
-    source: Any = SimpleNamespace(said="", unused=[], files=files)
+    source: Any = SimpleNamespace(description="", unused=[], files=files)
     lines = lines_on(source, "mine", longest)
     assert bool(lines) == told and all("is made for 300" in line for line in lines)
