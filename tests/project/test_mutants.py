@@ -1,5 +1,6 @@
 """The tool that puts faults into the code: its own parts."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -132,3 +133,12 @@ def test_the_score_counts_by_room(capsys):
         "| longctx | 0 | 0 | 0 | 1 |",
         "| all | 1 | 1 | 1 | 1 |",
     ]
+
+
+def test_the_score_stands_in_contributing(capsys: pytest.CaptureFixture[str]) -> None:
+    mutants.score(json.loads(mutants.LIST.read_text("utf-8")))
+    table = capsys.readouterr().out
+    assert table.count("\n") > 10
+    assert table in (mutants.ROOT / "CONTRIBUTING.md").read_text("utf-8"), (
+        "python -m tools.mutants score"
+    )
