@@ -49,7 +49,8 @@ def ring_attention(
     out: Tensor
     handles = {"attention_handle": attention_handle, "layer": layer}
     if not exchanges and after is None:
-        out = LocalAttention.apply(queries(unmarked), k, v, sink_logits, handles)  # type: ignore[no-untyped-call]
+        q = queries(unmarked)
+        out = LocalAttention.apply(q, k, v, sink_logits, handles)  # type: ignore[no-untyped-call]  # torch's own
         return out
     ticket = Begin.apply(k, v, after, handles)
     q = queries(unmarked)

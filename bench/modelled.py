@@ -222,7 +222,7 @@ class _Work(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, ballast: Tensor | None, device: Device, seconds: float
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:  # type: ignore[override]  # torch has any arguments here
         ctx.device, ctx.seconds, ctx.ballast = device, seconds, ballast
         device.sleep(LINEAR_FORWARD * seconds)
         return x.view_as(x)

@@ -111,7 +111,7 @@ def cut_rows(
             "document"
         )
     read = (*TOKEN_FIELDS, "attention_mask", "position_ids")
-    on_host = {name: _on_host(batch.get(name)) for name in read}
+    on_host = {name: host_field(batch.get(name)) for name in read}
     check_shapes(on_host, read)
     mask = on_host["attention_mask"]
     positions = on_host["position_ids"]
@@ -307,7 +307,7 @@ def _documents_in(example: Any) -> int:
     return 1
 
 
-def _on_host(field: Any) -> Any:
+def host_field(field: Any) -> Any:
     """Returns a field of a batch, copied to the host if it is a tensor: checks that read a GPU
     would wait for it each."""
     return field.cpu() if isinstance(field, torch.Tensor) else field

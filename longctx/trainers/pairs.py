@@ -21,6 +21,7 @@ from longctx.trainers.documents import (
     Ids,
     array_of,
     check_shapes,
+    host_field,
     refuse_lost_fields,
     spans_of_mask,
 )
@@ -85,8 +86,8 @@ def rows_of_pairs(batch: Mapping[str, Any], hf: Any, training: bool = True) -> l
     tensors = TARGET_FIELDS[:-1]  # the last one has spans
     check_shapes(batch, [name for name in tensors if batch.get(name) is not None])
     ids = batch["input_ids"].cpu()
-    given: Any = _on_host(batch.get("decoder_input_ids"))
-    labels = _on_host(batch.get("labels"))
+    given: Any = host_field(batch.get("decoder_input_ids"))
+    labels = host_field(batch.get("labels"))
     if labels is None:
         labels = torch.full_like(given, IGNORED_LABEL)
     if given is not None and torch.equal(given, _decoder_input(hf, labels)):
@@ -121,10 +122,6 @@ def rows_of_pairs(batch: Mapping[str, Any], hf: Any, training: bool = True) -> l
         )
         rows[row].append(document)
     return rows
-
-
-def _on_host(field: torch.Tensor | None) -> torch.Tensor | None:
-    return None if field is None else field.cpu()
 
 
 def _decoder_input(hf: Any, labels: torch.Tensor) -> torch.Tensor:

@@ -369,7 +369,7 @@ def test_a_program_that_does_not_fit_gets_fewer_stages(monkeypatch: pytest.Monke
     device = SimpleNamespace(OutOfResources=OutOfResources)
     run.device_code = SimpleNamespace(
         triton=device, forward_kernel=Program(1), dq_kernel=Program(0)
-    )  # type: ignore[assignment]
+    )  # type: ignore[assignment]  # stands in for the module
     for _ in range(2):
         run.launch("forward", run.tiles("forward"), 2, (q,))
     assert tried == [3, 2, 1, 1]

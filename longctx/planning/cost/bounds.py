@@ -102,11 +102,11 @@ def step_bound_ns(
         overrides=overrides,
         encoding_ns=encoding_ns,
     )
-    launches = fewest_launches(lengths, ranks, tokens_per_rank)
+    launches = fewest_micro_batches(lengths, ranks, tokens_per_rank)
     return bound + bubble_bound_ns(profile, pipeline, bound, launches=launches, most=len(lengths))
 
 
-def fewest_launches(lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+def fewest_micro_batches(lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
     """Returns the minimum number of micro-batches: all tokens divided by the budgets of all
     ranks."""
     return -(-int(lengths.sum()) // (ranks * tokens_per_rank))
@@ -153,7 +153,7 @@ def even_work_bound_ns(
     tokens = lengths if overrides.products is None else lengths + overrides.products
     linear = profile.linear_s_per_token * NANOSECONDS * tokens
     work = _floor_sum(attention) + _floor_sum(linear) + encoding_ns
-    fixed = fixed_ns(profile, fewest_launches(lengths, ranks, tokens_per_rank))
+    fixed = fixed_ns(profile, fewest_micro_batches(lengths, ranks, tokens_per_rank))
     return fixed + work // ranks
 
 
@@ -169,7 +169,7 @@ def tight_step_bound_ns(
     some degree."""
     beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank)
     least = -(-lengths // tokens_per_rank)
-    fixed = fixed_ns(profile, fewest_launches(lengths, ranks, tokens_per_rank))
+    fixed = fixed_ns(profile, fewest_micro_batches(lengths, ranks, tokens_per_rank))
     longest, which = np.unique(lengths, return_inverse=True)
     longest = longest[-MOST:]
     all_degrees = np.arange(1, ranks + 1)

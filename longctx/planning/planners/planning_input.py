@@ -72,8 +72,8 @@ class PlanningInput:
 
     @property
     def fewest_micro_batches(self) -> int:
-        """Minimum number of micro-batches: all tokens divided by the budgets of all ranks."""
-        return -(-int(self.lengths.sum()) // (self.ranks * self.tokens_per_rank))
+        """Minimum number of micro-batches; see `cost.bounds.fewest_micro_batches`."""
+        return bounds.fewest_micro_batches(self.lengths, self.ranks, self.tokens_per_rank)
 
     def alone_ns(
         self, documents: Integers, degrees: Integers, first_slot: Integers | None = None
