@@ -89,7 +89,7 @@ def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(
     # TRL's metrics, within its training_step.
     of_trl = {f"{read} at averaging" for read in ("__bool__", "index", "item")}
     assert set().union(*found) - of_trl == {
-        "cpu at _on_host",
+        "cpu at host_field",
         "cpu at values_of",
         "pageable copy by to at attempted",
     }
