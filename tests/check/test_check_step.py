@@ -23,6 +23,7 @@ QUICK = {
     for name in (
         "right: adapters",
         "right: adapters of transformers",
+        "right: windows",
         "padded at the left",
         "parts of 16 tokens",
     )
