@@ -7,6 +7,8 @@ ifndef RUN
 RUN := runs/$(shell date +%Y%m%d-%H%M%S)
 endif
 PYTEST_ARGS ?= -m "not slow and not gpu"
+# Tests start many processes: modules that are not kept compiled would be compiled by each of them.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The first Python >= 3.11 on the path, unless PYTHON says which one.
 SUITABLE := import sys; sys.exit(sys.version_info < (3, 11))

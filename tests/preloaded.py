@@ -1,14 +1,44 @@
-"""What the fork server of the tests imports and computes once for all processes: transformers'
-table of conversions takes each half a second, and TRL's trainers as much."""
+"""What the fork server of the tests imports and computes once for all processes.
 
-import trl.trainer.dpo_trainer
-import trl.trainer.grpo_trainer
-import trl.trainer.kto_trainer
-import trl.trainer.reward_trainer
-import trl.trainer.rloo_trainer
-import trl.trainer.sft_trainer  # noqa: F401
-from transformers import conversion_mapping
+Transformers' table of conversions takes each process half a second otherwise, and TRL's trainers as
+much. Nothing of all that is garbage: it is not looked for meanwhile, nor in what was imported later
+on.
+"""
 
-import longctx.trainers  # noqa: F401
+import gc
+import importlib
+from contextlib import suppress
 
-conversion_mapping.get_checkpoint_conversion_mapping("llama")
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "longctx.training.trainer",
+    "longctx.commands.train",
+    "pandas",
+    "peft",
+    "datasets",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.kto_trainer",
+    "trl.trainer.reward_trainer",
+    "trl.trainer.rloo_trainer",
+    "trl.trainer.sft_trainer",
+    "longctx.trainers",
+)
+"""What is not installed is passed over."""
+
+
+def _preload() -> None:
+    """Imports all modules, and has transformers make its table."""
+    for name in MODULES:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    with suppress(ImportError):
+        conversions = importlib.import_module("transformers.conversion_mapping")
+        conversions.get_checkpoint_conversion_mapping("llama")
+
+
+gc.disable()
+_preload()
+gc.enable()
+gc.freeze()

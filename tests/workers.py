@@ -24,17 +24,8 @@ GROUP_TIMEOUT_S = 60.0
 """A deadlock fails a test after this long instead of hanging it."""
 CALLS = 40
 """After so many the workers are replaced."""
-PRELOADED = [
-    "torch",
-    "torch.distributed",
-    "longctx.training.trainer",
-    "longctx.commands.train",
-    "pandas",
-    "peft",
-    "datasets",
-]
-PRELOADED += ["tests.preloaded"]  # needs TRL; the others may be there without it
-"""What the fork server imports once for all processes; what is not installed is passed over."""
+PRELOADED = ["tests.preloaded"]
+"""What the fork server imports once for all processes."""
 
 
 def _serve(connection: Connection) -> None:
