@@ -60,7 +60,7 @@ SMALL = [
 ]
 
 
-def make_store(folder: Path, lengths: Sequence[int] = (250, 500, 1475, 375)) -> Path:
+def make_store(folder: Path, lengths: Sequence[int] = (250, 500, 1051, 375)) -> Path:
     """Prepares a byte-level store under `folder`: of some modules of the standard library a piece
     of each of these lengths.
 

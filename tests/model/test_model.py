@@ -141,7 +141,7 @@ def test_lengths_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.Mo
         )
         data = RunData.open(config)
         check_model(config, data, config.model_source(data.vocab_size), 1)
-    assert longest[0] < 300 and longest[1:] == [1024, 1476, 1476]
+    assert longest[0] < 300 and longest[1:] == [1024, 1052, 1052]
 
 
 def test_first_weights_depend_on_seed_and_name_alone() -> None:

@@ -82,9 +82,9 @@ def test_resume_on_fewer_ranks_that_hold_every_document(
     both = workers.run(train, 2, store, tmp_path, settings, 1, True)[0]
     alone = workers.run(train, 1, store, tmp_path, settings, 1, True)[0]
     assert [m.loss for m in alone] == pytest.approx([m.loss for m in both], rel=1e-5)
-    apart = [*settings, "eval.every=4", f"eval.store={make_store(tmp_path, (200, 2500))}"]
+    apart = [*settings, "eval.every=4", f"eval.store={make_store(tmp_path, (200, 2000))}"]
     with pytest.raises(
-        AssertionError, match=r"can hold only \d+: set it to 2501, or start more processes"
+        AssertionError, match=r"can hold only \d+: set it to 2001, or start more processes"
     ):
         workers.run(train, 1, store, tmp_path, apart, 1, True)
 
