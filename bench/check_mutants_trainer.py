@@ -469,7 +469,7 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
     "first answer token masked": (inside(collator(change=answers_late)), "first tokens of answers "
                                                                          "have no loss", 1, "no loss"),
     "no template found": (inside(collator(change=no_template)), "a document has no loss", 1, "documents? .*no loss"),
-    "last row lost": (inside(collator(change=last_row_lost)), "a document is in no call", 1, "no call|no loss"),
+    "last row lost": (inside(collator(change=last_row_lost)), "a document is in no call", 1, "missing|no loss"),
     "cut at the right": (inside(rows=cut), "documents are cut short", 1, "cut short"),
     "cut at the left": (inside(rows=lambda probe: cut(probe, side=-1)), "only ends of documents", 1, "cut"),
     "blocks of 32 tokens": (inside(rows=in_blocks), "cut, and concatenated", 1, "see each other|cut"),

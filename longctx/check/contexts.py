@@ -39,6 +39,16 @@ SHARD_RESTARTED = "ranks see only their own part of a document, with positions t
 RANK_ROW = "a rank's tokens see each other, whatever their document, and none of other ranks"
 LOCAL_POSITIONS = "positions begin anew on every rank"
 GIVEN = "positions are wrong"
+RUN_ON = "positions run on from one document to the next"
+BOTH = "attention is not causal"
+NEXT = "tokens see the one after them, which they predict"
+PADDING = "padding is seen"
+NO_WINDOW = "sliding windows are ignored"
+FAULTS = (
+    *(CUT, ROW, ROW_RESTARTED, COUNTED, SHARD, SHARD_RESTARTED, RANK_ROW, LOCAL_POSITIONS),
+    *(GIVEN, RUN_ON, BOTH, NEXT, PADDING, NO_WINDOW),
+)
+"""Names of wrong contexts."""
 
 
 Numbers = list[int]
@@ -135,15 +145,13 @@ def contexts(record: Record, windows: bool) -> list[Context]:
         _context(ROW_RESTARTED, rows.whole, rows.own),
         _context(mixed, rows.parts, rows.own),
         _context(mixed, rows.parts, rows.counted),
-        _context("positions run on from one document to the next", documents, rows.run_on),
-        _context("attention is not causal", documents, rows.own, sight="both"),
-        _context(
-            "tokens see the one after them, which they predict", documents, rows.own, sight="next"
-        ),
-        _context("padding is seen", rows.padded, rows.counted),
+        _context(RUN_ON, documents, rows.run_on),
+        _context(BOTH, documents, rows.own, sight="both"),
+        _context(NEXT, documents, rows.own, sight="next"),
+        _context(PADDING, rows.padded, rows.counted),
         _context(LOCAL_POSITIONS, on_shards, rows.in_call),
         _context(GIVEN, documents, rows.given),
-        _context("sliding windows are ignored", in_windows, rows.own, sight="no window"),
+        _context(NO_WINDOW, in_windows, rows.own, sight="no window"),
     ]
     found: dict[tuple[Sequence, ...], Context] = {}
     for context in made:

@@ -27,6 +27,14 @@ SIZES = {
     "tie_word_embeddings": False,  # an output layer of its own tells forward from backward
 }
 """Of models."""
+VISIBLE = {"sliding_window": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0}
+"""Values that change what a small model says of short documents, in place of larger ones."""
+SPREAD = 0.2
+"""Standard deviation of a model's matrices: with the usual one scores and logits are all near 0, so
+that no cap and no mask matters much."""
+SPREAD_OF_EMBEDDINGS = 0.02
+"""Also of the output layer: small, so that the epsilon of the first norm matters, and so that all
+tokens are about as likely."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,9 @@ class Probe:
             SIZES | {"vocab_size": self.vocab_size, "pad_token_id": self.pad} | sizes
         )
         config = AutoConfig.for_model(kind, **given)
+        for name, value in VISIBLE.items():
+            if name not in sizes and (getattr(config, name, None) or 0) > value:
+                setattr(config, name, value)
         for name, value in vars(config).items():
             if (
                 ("dropout" in name or "pdrop" in name)
@@ -98,12 +109,15 @@ class Probe:
                 and name not in sizes
             ):
                 setattr(config, name, 0.0)
+        if "initializer_range" not in sizes:
+            config.initializer_range = SPREAD
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            # Transformers begin with 0, which would leave no trace of what padding does.
+            # Transformers begin with 0 for padding, which would leave no trace of what it does.
             with torch.no_grad():
-                model.get_input_embeddings().weight[self.pad].normal_(std=0.02)
+                for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                    layer.weight.normal_(std=SPREAD_OF_EMBEDDINGS)
         return model
 
 

@@ -11,17 +11,20 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from longctx.check.probe import Tokens
+from longctx.check.probe import END, PAD, Tokens
 from longctx.errors import UserError
 from longctx.units import largest
 
 Tensors = dict[str, torch.Tensor]
+FEWEST_NEIGHBOURS = 16
+"""Fewest pairs of neighbouring tokens that tell whether a step was made on a probe."""
 
 
 class CheckError(UserError):
@@ -268,7 +271,10 @@ class Record:
 
 
 def gather(step: Step, tokens: Tokens) -> Record:
-    """Returns the steps of all ranks as one. Collective if there is a process group."""
+    """Returns the steps of all ranks as one. Collective if there is a process group.
+
+    Raises CheckError, on all ranks, for calls on other ids than the probe's.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if len(step.positions) == len(step.calls):
         positions = step.positions
@@ -288,6 +294,7 @@ def gather(step: Step, tokens: Tokens) -> Record:
         dist.all_gather_object(everyones, mine)
     of_ranks, all_calls, all_batches, losses, norms = zip(*everyones, strict=True)
     called = [row for rows in all_calls for row in rows]
+    _require_ids_of_the_probe(called, tokens)
     used = {token for row in called for token in row.ids}
     batched = [row for rows in all_batches for row in rows if set(row.ids) & used]
     loss, norm = (
@@ -306,6 +313,31 @@ def gather(step: Step, tokens: Tokens) -> Record:
         loss=loss,
         norm=norm,
     )
+
+
+def _require_ids_of_the_probe(rows: Sequence[Row], tokens: Tokens) -> None:
+    """Raises CheckError for ids that the probe does not have, and for its ids in an order that no
+    split of its documents has: such a step was made on other data."""
+    known = {PAD, END, *tokens.ids}
+    unknown = sorted({token for row in rows for token in row.ids if token not in known})
+    if unknown:
+        raise CheckError(
+            f"id {unknown[0]} was in a call of the model ({len(unknown)} such ids), which the "
+            "probe does not have: train on `probe.rows`, and pad with `probe.pad`"
+        )
+    neighbours = 0
+    ordered = 0
+    for row in rows:
+        for number, after in pairwise(row.numbers):
+            if number < 0 or after < 0:
+                continue
+            neighbours += 1
+            ordered += after > number and tokens.document[after] == tokens.document[number]
+    if neighbours >= FEWEST_NEIGHBOURS and ordered < neighbours / 4:
+        raise CheckError(
+            f"of {neighbours} neighbouring tokens only {ordered} are of one document of the probe "
+            "and in its order: train on `probe.rows`, not on other data"
+        )
 
 
 def _rows(

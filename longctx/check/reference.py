@@ -80,6 +80,12 @@ class Reference:
                 f"{next(iter(named))}"
             )
         self.named = {name: named[name] for name in record.gradients}
+        self.missing = {
+            name: weight
+            for name, weight in named.items()
+            if weight.requires_grad and name not in record.gradients
+        }
+        """Parameters that were trained when the step began, and have no gradient on any rank."""
         own = [name for name, weight in self.named.items() if weight is self.head.weight]
         if own and self.head.weight is not self.model.get_input_embeddings().weight:
             self.output: str | None = own[0]
@@ -99,8 +105,8 @@ class Reference:
             window if getattr(self.config, "use_sliding_window", True) else None
         )
         try:
-            self._logits(Sequence((0, 1), (0, 1)))
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            self.logits(Sequence((0, 1), (0, 1)))
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
             raise CheckError(
                 f"transformers cannot run {type(self.model).__name__} with a mask and positions: "
                 f"{error}"
@@ -131,7 +137,7 @@ class Reference:
             return self.tokens.ids[number]
         return self.tokens.probe.pad
 
-    def _logits(self, sequence: Sequence) -> torch.Tensor:
+    def logits(self, sequence: Sequence) -> torch.Tensor:
         """Returns logits [tokens, V]."""
         ids = torch.tensor([[self.id_of(number) for number in sequence.numbers]])
         inputs = {"input_ids": ids, "position_ids": torch.tensor([sequence.positions])}
@@ -151,7 +157,7 @@ class Reference:
 
         hook = self.head.register_forward_hook(cut)
         try:
-            logits = self._logits(sequence)
+            logits = self.logits(sequence)
         finally:
             hook.remove()
         (slopes,) = torch.autograd.grad(logits.sum(), kept[1])
@@ -165,7 +171,7 @@ class Reference:
         """Returns the cross-entropy of each prediction of a sequence."""
         places, targets = zip(*((each.place, each.target) for each in predictions), strict=True)
         return F.cross_entropy(
-            self._logits(sequence)[list(places)], torch.tensor(targets), reduction="none"
+            self.logits(sequence)[list(places)], torch.tensor(targets), reduction="none"
         )
 
     def columns(self, predictions: Iterable[Prediction]) -> Columns:
@@ -209,9 +215,9 @@ class Reference:
             ]
         )[:, None]
 
-    def gradients(self, weights: Mapping[Prediction, float]) -> tuple[float, Tensors]:
-        """Returns loss and gradients of all trained parameters, for predictions with these
-        weights."""
+    def gradients(self, weights: Mapping[Prediction, float]) -> tuple[float, Tensors, list[str]]:
+        """Returns loss and gradients of all parameters that have one in the step, for predictions
+        with these weights, and the names of the `missing` ones that would have one."""
         self.model.zero_grad(set_to_none=True)
         total = 0.0
         for sequence, chosen in _by_sequence(weights):
@@ -222,8 +228,9 @@ class Reference:
             name: torch.zeros_like(w) if w.grad is None else w.grad.clone()
             for name, w in self.named.items()
         }
+        missing = [name for name, weight in self.missing.items() if weight.grad is not None]
         self.model.zero_grad(set_to_none=True)
-        return total, found
+        return total, found, missing
 
 
 def _by_sequence(predictions: Iterable[Prediction]) -> Iterator[tuple[Sequence, list[Prediction]]]:

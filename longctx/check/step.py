@@ -15,10 +15,21 @@ import torch
 
 from longctx.check.contexts import contexts
 from longctx.check.fit import Fitter
+from longctx.check.not_tested import lines as lines_of_untested
+from longctx.check.not_tested import not_tested
 from longctx.check.probe import PROBES, Probe, Tokens
 from longctx.check.record import CheckError, Step, gather
 from longctx.check.reference import Reference
-from longctx.check.verdict import UNEXPLAINED, Facts, Finding, findings, picture
+from longctx.check.verdict import (
+    UNEXPLAINED,
+    Facts,
+    Finding,
+    findings,
+    is_allowed,
+    not_finite,
+    picture,
+    require_kinds,
+)
 
 
 @dataclass
@@ -31,7 +42,7 @@ class Verdict:
         allowed: faults that the user has allowed.
         picture: one line per document whose weights are not right.
         alike: other contexts that explain the gradient of a wrong step as well.
-        documents: how many of the probe's are in the step.
+        not_tested: what the probe could not show, with the reason.
     """
 
     probe: Probe
@@ -40,7 +51,7 @@ class Verdict:
     allowed: list[Finding] = field(default_factory=list)
     picture: list[str] = field(default_factory=list)
     alike: list[str] = field(default_factory=list)
-    documents: int = 0
+    not_tested: dict[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> int:
@@ -57,9 +68,7 @@ class Verdict:
             allowed = f" (allowed: {', '.join(each.kind for each in self.allowed)})"
         else:
             allowed = ""
-        of = len(self.probe.lengths)
-        some = f", with {self.documents} of {of} documents" if self.documents < of else ""
-        faults = [str(finding) for finding in self.findings] or [f"right{allowed}{some}"]
+        faults = [str(finding) for finding in self.findings] or [f"right{allowed}"]
         faults += [f"or {other}, which this probe does not tell from that" for other in self.alike]
         return [f"{self.probe.name}: {fault}" for fault in faults]
 
@@ -82,7 +91,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """Returns what to print: a line for each fault of each probe, and once in which predictions
-        it shows."""
+        it shows, and what no probe could show."""
         pictured = next(
             (verdict for verdict in self.verdicts if verdict.findings and verdict.picture), None
         )
@@ -91,7 +100,7 @@ class Report:
             found += verdict.lines()
             if verdict is pictured:
                 found += [f"    {line}" for line in verdict.picture[:6]]
-        return found
+        return found + lines_of_untested([verdict.not_tested for verdict in self.verdicts])
 
     def to_json(self) -> str:
         rows = [
@@ -101,6 +110,7 @@ class Report:
                 "allowed": [finding.kind for finding in verdict.allowed],
                 "residual": verdict.residual,
                 "alike": verdict.alike,
+                "not_tested": verdict.not_tested,
             }
             for verdict in self.verdicts
         ]
@@ -115,9 +125,11 @@ def check_step(
 
     `make(probe)` returns a transformers.Trainer (or of a class that inherits from it) that trains
     on `probe.rows`, or, for any other loop, the `Step` that it made: see `record`. `allow` has
-    kinds of faults that are meant, such as "documents are cut". Collective. Raises CheckError for
-    steps that no reference can repeat.
+    faults that are meant: a fault's kind as it is printed, or its words before the first colon,
+    such as "documents are cut". Collective. Raises CheckError for steps that no reference can
+    repeat, UserError for an allowed fault that does not exist.
     """
+    require_kinds(allow)
     return Report([_judged(_step(make(probe), probe), probe, allow) for probe in probes])
 
 
@@ -137,6 +149,8 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
     record = gather(step, Tokens(probe))
     if not record.gradients:
         raise CheckError("no parameter has a gradient: was the step read after zero_grad?")
+    if wrong := not_finite(record):
+        return Verdict(probe, wrong, residual=1.0)
     if not record.documents:
         return Verdict(
             probe,
@@ -150,7 +164,10 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
         facts = Facts(record, reference, fit)
         found = list(findings(facts))
         alike = fitter.alike(fit)
-    allowed = [each for each in found if each.kind.startswith(tuple(allow))]
+        untested = not_tested(record, reference)
+    if not fit.whole:
+        untested["the backward pass"] = "the step's weights do not say all of forward"
+    allowed = [each for each in found if is_allowed(each, allow)]
     left = [each for each in found if each not in allowed]
     return Verdict(
         probe,
@@ -159,5 +176,5 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
         allowed=allowed,
         picture=picture(facts),
         alike=alike,
-        documents=len(facts.documents),
+        not_tested=untested,
     )

@@ -8,18 +8,36 @@ The first that holds is named.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
+from math import isfinite
 
 from longctx.check.contexts import APART, Sequence
+from longctx.check.contexts import FAULTS as CONTEXTS
 from longctx.check.fit import EXACT, NEAR, Fit, Pair
 from longctx.check.probe import END
 from longctx.check.record import Record, Tensors
 from longctx.check.reference import Prediction, Reference
+from longctx.errors import UserError
 from longctx.units import largest
 
 SAME = 2e-3
 """Largest difference of weights, relative to 1/N, that counts as none."""
 BACKWARD, LOGGED = 5e-4, 1e-3
 """Largest relative difference of gradients from predicted ones, and of logged numbers."""
+NOT_FINITE = "gradients are not finite"
+NO_GRADIENT = "trained parameters have no gradient"
+MISSING = "documents are missing in the step"
+APART_RANKS = "gradients differ between ranks"
+SAME_DATA = "all ranks have the same documents"
+HIDDEN = "hidden states are wrong"
+REPEATED = "documents are repeated in the step"
+WEIGHTS = "weights of predictions differ"
+SCALE = "the loss has a wrong scale"
+BACKWARD_WRONG = "the backward pass is wrong"
+MEAN_OF_MEANS = "the loss is a mean of means of {}"
+WEIGHTS_BY = "weights differ by {}"
+LOGGED_LOSS = "the logged loss is wrong"
+LOGGED_NORM = "the logged gradient norm is wrong"
 UNEXPLAINED = "the gradient is that of no known fault"
 NOT_SHIFTED = "labels are not shifted: tokens predict themselves"
 SHIFTED_TWICE = "labels are shifted twice"
@@ -62,8 +80,10 @@ class Facts:
 
     Attributes:
         count: how often each token is in the step.
+        documents, missing: those with a token in a call, and others that have something to predict.
         at: rank, call, and row of all calls where each token is first.
-        wanted: predictions that count in a right step.
+        wanted: predictions that count in a right step, of the documents that are in it.
+        all_wanted: how many would count with the missing documents.
         relative: weights times the number of wanted predictions: 1 if right.
         kept, lost, extra: wanted predictions that count, those that do not, and others that count.
         unknown, known: tokens whose hidden states no context has, and others.
@@ -76,23 +96,22 @@ class Facts:
         self.reference = reference
         self.fit = fit
         self.same = SAME if fit.tolerance == EXACT else NEAR
-        self.count = Counter[int]()
-        self.at = dict[int, tuple[int, int, int]]()
-        for place, row in enumerate(record.calls):
-            for number in (number for number in row.numbers if number >= 0):
-                self.count[number] += 1
-                self.at.setdefault(number, (row.rank, row.call, place))
+        self.count, self.at = _tokens_in(record)
         self.documents = record.documents
-        self.wanted: list[Pair] = [
-            (number, tokens.ids[number + 1])
-            for document in self.documents
-            for number in tokens.of(document)[:-1]
-            if tokens.probe.trained(document, tokens.place[number + 1])
+        everything = range(len(tokens.probe.lengths))
+        self.missing = [
+            document
+            for document in everything
+            if document not in self.documents and self._wanted_of([document])
         ]
+        self.wanted = self._wanted_of(self.documents)
+        every_wanted = self._wanted_of(everything)
         self.relative = {pair: weight * len(self.wanted) for pair, weight in fit.pairs().items()}
         # Nobody knows which tokens predict the ends of documents.
         if not any(target == END for _, target in self.relative):
             self.wanted = [pair for pair in self.wanted if pair[1] != END]
+            every_wanted = [pair for pair in every_wanted if pair[1] != END]
+        self.all_wanted = len(every_wanted)
         counted = {
             pair: weight for pair, weight in self.relative.items() if not abs(weight) <= SAME
         }
@@ -102,6 +121,16 @@ class Facts:
         self.unknown = fit.unseen
         self.known = {number for number, _ in self.kept | self.extra if number >= 0} - self.unknown
         self._of_rules()
+
+    def _wanted_of(self, documents: Iterable[int]) -> list[Pair]:
+        """Returns the predictions that should count, of these documents."""
+        tokens = self.tokens
+        return [
+            (number, tokens.ids[number + 1])
+            for document in documents
+            for number in tokens.of(document)[:-1]
+            if tokens.probe.trained(document, tokens.place[number + 1])
+        ]
 
     def _of_rules(self) -> None:
         """Sets what only rules ask for."""
@@ -159,12 +188,25 @@ class Facts:
 
     def named(self, numbers: Iterable[int]) -> str:
         """Returns the documents of tokens in words."""
-        found = [
-            str(document)
-            for document in sorted({self.tokens.document[number] for number in numbers})
-        ]
+        return self.named_documents({self.tokens.document[number] for number in numbers})
+
+    def named_documents(self, documents: Iterable[int]) -> str:
+        """Returns documents in words, at most four of them by number."""
+        found = [str(document) for document in sorted(documents)]
         shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         return f"document{'s' * (len(found) > 1)} {shown}"
+
+
+def _tokens_in(record: Record) -> tuple[Counter[int], dict[int, tuple[int, int, int]]]:
+    """Returns how often each token is in a call, and rank, call and row where it is first."""
+    count = Counter[int]()
+    at = dict[int, tuple[int, int, int]]()
+    for place, row in enumerate(record.calls):
+        for number in row.numbers:
+            if number >= 0:
+                count[number] += 1
+                at.setdefault(number, (row.rank, row.call, place))
+    return count, at
 
 
 PLACES: dict[str, Callable[[Facts, int], bool]] = {
@@ -217,6 +259,49 @@ MEANS: dict[str, Callable[[Facts, int], object]] = {
 """What predictions may be averaged over, and the one of a token."""
 
 
+def kinds() -> list[str]:
+    """Returns the kinds of all faults that have a name."""
+    several = (NOT_FINITE, NO_GRADIENT, MISSING, APART_RANKS, SAME_DATA, HIDDEN, REPEATED, WEIGHTS)
+    of_numbers = (SCALE, BACKWARD_WRONG, LOGGED_LOSS, LOGGED_NORM)
+    by_groups = [words.format(name) for words in (MEAN_OF_MEANS, WEIGHTS_BY) for name in MEANS]
+    return [*several, *of_numbers, *by_groups, *CONTEXTS, *PLACES, *EXTRA, *LOST]
+
+
+def words_before_colon(kind: str) -> str:
+    return kind.partition(":")[0]
+
+
+def require_kinds(allow: Iterable[str]) -> None:
+    """Raises UserError for what no fault is called: neither a kind, nor the words of a kind before
+    its first colon."""
+    known = {name for kind in kinds() for name in (kind, words_before_colon(kind))}
+    for name in allow:
+        if name not in known:
+            near = get_close_matches(name, known, n=3, cutoff=0.3)
+            hint = f": did you mean {', or '.join(map(repr, near))}?" if near else ""
+            raise UserError(f"no fault is called {name!r}{hint}")
+
+
+def is_allowed(finding: Finding, allow: Iterable[str]) -> bool:
+    """Returns whether a fault is among these: by its kind, or the words before its first colon."""
+    return not {finding.kind, words_before_colon(finding.kind)}.isdisjoint(allow)
+
+
+def not_finite(record: Record) -> list[Finding]:
+    """Returns what is said of a step with a gradient that is NaN or infinite, from which nothing
+    else follows; nothing if all are finite."""
+    names = [name for name, value in record.gradients.items() if not value.isfinite().all()]
+    if not names:
+        return []
+    count = f"{len(names)} of {len(record.gradients)} parameters"
+    found = [Finding(NOT_FINITE, f"NaN or infinity in {count}: {_suffixes(names)}")]
+    if record.loss is not None and not isfinite(record.loss):
+        found.append(Finding(LOGGED_LOSS, f"it is {record.loss}"))
+    if record.norm is not None and isfinite(record.norm):
+        found.append(Finding(LOGGED_NORM, f"{record.norm:.5g}, of gradients that are not finite"))
+    return found
+
+
 def findings(facts: Facts) -> Iterator[Finding]:
     """Yields the faults of a step, the most telling first."""
     record = facts.record
@@ -226,21 +311,14 @@ def findings(facts: Facts) -> Iterator[Finding]:
             UNEXPLAINED, "no token of the probe that should be predicted was in a call of the model"
         )
         return
-    if record.apart:
-        if len(record.apart) == len(record.gradients):
-            which = "all parameters"
-        else:
-            which = _suffixes(record.apart)
-        yield Finding(
-            "gradients differ between ranks",
-            f"those of {which}, by up to {max(record.apart.values()):.0%}",
-        )
+    yield from _apart(record)
     if not fit.exact:
         names = ", ".join(dict.fromkeys(context.name for context in fit.contexts.values()))
         yield Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {fit.residual:.1%} of it")
         return
     yield from _contexts(facts)
     yield from _places(facts)
+    yield from _missing(facts)
     extra = _extra(facts)
     yield from extra
     if (
@@ -250,17 +328,45 @@ def findings(facts: Facts) -> Iterator[Finding]:
     ):
         return
     yield from _lost(facts)
-    held = [
-        {number for row in record.calls if row.rank == rank for number in row.numbers}
-        for rank in range(record.ranks)
-    ]
-    if len(held) > 1 and all(numbers == held[0] for numbers in held):
-        yield Finding("all ranks have the same documents")
-    loss, gradients = facts.reference.gradients(fit.weights) if fit.whole else (None, {})
+    yield from _same_data(record)
+    weights = fit.weights if fit.whole else _right_weights(facts)
+    loss, gradients, without = facts.reference.gradients(weights)
+    if without:
+        yield Finding(NO_GRADIENT, f"{len(without)} of them: {_suffixes(without)}")
+    if not fit.whole:
+        gradients = {}
     if not record.apart:
         yield from _weights(facts)
         yield from _backward(facts, gradients)
-    yield from _log(facts, loss)
+    yield from _log(facts, loss if fit.whole else None)
+
+
+def _apart(record: Record) -> Iterator[Finding]:
+    if not record.apart:
+        return
+    if len(record.apart) == len(record.gradients):
+        which = "all parameters"
+    else:
+        which = _suffixes(record.apart)
+    most = max(record.apart.values())
+    yield Finding(APART_RANKS, f"those of {which}, by up to {most:.0%}")
+
+
+def _missing(facts: Facts) -> Iterator[Finding]:
+    if not facts.missing:
+        return
+    of = len(facts.tokens.probe.lengths)
+    which = f"{len(facts.missing)} of {of}: {facts.named_documents(facts.missing)}"
+    yield Finding(MISSING, f"{which}; one step has to hold the whole probe")
+
+
+def _same_data(record: Record) -> Iterator[Finding]:
+    """Yields that ranks hold the same tokens."""
+    held: list[set[int]] = [set() for _ in range(record.ranks)]
+    for row in record.calls:
+        held[row.rank].update(row.numbers)
+    if len(held) > 1 and all(numbers == held[0] for numbers in held):
+        yield Finding(SAME_DATA)
 
 
 def _contexts(facts: Facts) -> Iterator[Finding]:
@@ -295,9 +401,7 @@ def _places(facts: Facts) -> Iterator[Finding]:
             if {number for number in held if holds(facts, number)} == facts.unknown:
                 yield Finding(kind, first if rank is None else f"{first}, on rank {rank}")
                 return
-    yield Finding(
-        "hidden states are wrong", f"of {len(facts.unknown)} of {len(every)} tokens, {first}"
-    )
+    yield Finding(HIDDEN, f"of {len(facts.unknown)} of {len(every)} tokens, {first}")
 
 
 def _extra(facts: Facts) -> list[Finding]:
@@ -349,7 +453,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         weight / max(1, facts.count[number + 1]) for (number, _), weight in facts.kept.items()
     ):
         yield Finding(
-            "documents are repeated in the step",
+            REPEATED,
             facts.named(n for n, count in facts.count.items() if count > 1),
         )
         return
@@ -362,18 +466,16 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         if len(groups) > 1 and all(map(facts.even, groups.values())):
             even[name] = list(groups.values())
     if means := next((name for name, groups in even.items() if facts.even(map(sum, groups))), None):
-        yield Finding(
-            f"the loss is a mean of means of {means}", f"each of {len(even[means])} counts alike"
-        )
+        yield Finding(MEAN_OF_MEANS.format(means), f"each of {len(even[means])} counts alike")
     elif even:
         name, several = next(iter(even.items()))
         yield Finding(
-            f"weights differ by {name}",
+            WEIGHTS_BY.format(name),
             f"{', '.join(f'{each[0]:.3g}' for each in several[:4])} times 1/N",
         )
     else:
         yield Finding(
-            "weights of predictions differ",
+            WEIGHTS,
             f"from {min(weights):.3g} to {max(weights):.3g} times 1/N",
         )
 
@@ -400,6 +502,8 @@ def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
     known = {f"× {count}, the number of {name}": float(count) for name, count in counts.items()}
     known |= {f"÷ {count}, the number of {name}": 1 / count for name, count in counts.items()}
     known |= {"a sum and no mean": wanted}
+    if facts.missing:
+        known["divided by the targets of missing documents, too"] = wanted / facts.all_wanted
     known |= {
         f"divided by {name}, not by the targets": wanted / count for name, count in divisors.items()
     }
@@ -409,7 +513,7 @@ def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
         for words, value in known.items()
         if any(abs(factor / (base * value) - 1) < facts.same for base in bases)
     )
-    yield Finding("the loss has a wrong scale", next(near, f"× {factor:.4g}"))
+    yield Finding(SCALE, next(near, f"× {factor:.4g}"))
 
 
 def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
@@ -440,7 +544,7 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
             others = f"; {sum(map(len, off.values())) - len(off[last])} before it follow"
         else:
             others = ""
-        yield Finding("the backward pass is wrong", f"{_suffixes(off[last])}{where}: {how}{others}")
+        yield Finding(BACKWARD_WRONG, f"{_suffixes(off[last])}{where}: {how}{others}")
 
 
 def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:
@@ -449,18 +553,23 @@ def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:
         right = _right_loss(facts)
         if not min(abs(record.loss - right), abs(record.loss - loss)) <= LOGGED * right:
             yield Finding(
-                "the logged loss is wrong",
+                LOGGED_LOSS,
                 f"{record.loss:.5g} and not {right:.5g} ({record.loss / right:.4g} times)",
             )
     if record.norm is not None and not record.apart:
         norm = sum(float(value.norm()) ** 2 for value in record.gradients.values()) ** 0.5
         if not abs(record.norm - norm) <= LOGGED * norm:
             words = f"{record.norm:.5g} and not {norm:.5g} ({record.norm / norm:.4g} times)"
-            yield Finding("the logged gradient norm is wrong", words)
+            yield Finding(LOGGED_NORM, words)
 
 
 def _right_loss(facts: Facts) -> float:
     """Returns the mean loss of the wanted predictions, documents apart."""
+    return facts.reference.gradients(_right_weights(facts))[0]
+
+
+def _right_weights(facts: Facts) -> dict[Prediction, float]:
+    """Returns the weights of a right step: 1/N of each wanted prediction, documents apart."""
     right = dict[Prediction, float]()
     for document in facts.documents:
         numbers = facts.tokens.of(document)
@@ -470,7 +579,7 @@ def _right_loss(facts: Facts) -> float:
             Prediction(sequence, facts.tokens.place[number], target): 1 / len(facts.wanted)
             for number, target in own
         }
-    return facts.reference.gradients(right)[0]
+    return right
 
 
 def picture(facts: Facts) -> list[str]:

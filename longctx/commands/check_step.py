@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import traceback
 
 from longctx.commands.output import a_path
 from longctx.errors import UserError
@@ -11,6 +12,8 @@ SUMMARY = (
     "of any trainer"
 )
 PROCESSES = True
+CRASHED = 4
+"""Exit status where the user's function, or the check, raises what it should not."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FAULT",
-        help="a fault that is meant, as it is printed",
+        help="a fault that is meant, as it is printed, or its words before the first colon",
     )
     parser.add_argument("--json", action="store_true", help="print verdicts as JSON")
     parser.epilog = (
         "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 "
-        "refused. On several ranks:\n"
+        "refused, 4 an error in the file or in its function. On several ranks:\n"
         "longctx check-step check.py --processes 2, or torchrun --nproc-per-node 2 -m longctx "
         "check-step check.py"
     )
@@ -75,6 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
         if launch.rank == 0:
             print(f"longctx check-step: refused: {error}", file=sys.stderr)
         return 3
+    except UserError:
+        raise
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        print("longctx check-step: no verdict, as the error above was raised", file=sys.stderr)
+        return CRASHED
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -37,7 +37,7 @@ def test_a_loop_is_right_and_its_fault_is_named(name: str, tmp_path: Path) -> No
     # A trainer of another test may have left its precision there.
     AcceleratorState._reset_state(True)
     right, wrong, kind = FAULTS[name]
-    assert check_step(runpy.run_path(str(LOOPS))[name], [SHORT]).lines() == ["short: right"]
+    assert check_step(runpy.run_path(str(LOOPS))[name], [SHORT]).lines()[0] == "short: right"
     faulty = tmp_path / "loops.py"
     faulty.write_text(LOOPS.read_text(encoding="utf-8").replace(right, wrong), encoding="utf-8")
     (verdict,) = check_step(runpy.run_path(str(faulty))[name], [SHORT]).verdicts
@@ -55,13 +55,14 @@ MARKED = """
 import pytest
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from longctx.check.trainer import arguments
+ALLOWED = "documents see each other, though positions begin anew with each"
 
 @pytest.mark.check_step(processes={}, probes=["few documents"])
 def test_packing(probe):
     args = TrainingArguments(**arguments(per_device_train_batch_size=12, gradient_accumulation_steps=probe.micro_batches))
     return Trainer(probe.model("gpt_oss"), args, DataCollatorWithFlattening(), probe.rows)
 
-@pytest.mark.check_step(allow=["documents see each other"], probes=["few documents"])
+@pytest.mark.check_step(allow=[ALLOWED], probes=["few documents"])
 def test_allowed(probe, tmp_path):
     assert tmp_path.is_dir(), "fixtures are given"
     return test_packing(probe)

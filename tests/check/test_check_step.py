@@ -8,12 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from longctx.check import CheckError, Probe, Step, check_step, record
 from longctx.check.contexts import ROW_RESTARTED
 from longctx.check.probe import Tokens
 from longctx.check.record import gather
+from longctx.check.verdict import (
+    LOGGED_LOSS,
+    LOGGED_NORM,
+    MISSING,
+    NO_GRADIENT,
+    NOT_FINITE,
+    SCALE,
+    kinds,
+)
 from longctx.cli import main
+from longctx.errors import UserError
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
 from tests.marks import slow_unless
 from tests.workers import Workers
@@ -83,18 +94,26 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 "--probe",
                 "few documents",
                 "--allow",
-                "documents see each other",
+                ROW_RESTARTED,
             ]
         )
         == 0
     )
-    assert "right (allowed: documents see each other" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"right (allowed: {ROW_RESTARTED})" in out
+    assert "not tested: several processes: this was one (--processes 2)" in out
     script.write_text(CHECK.replace('"gpt_oss")', '"gpt_oss").train()'))
     assert main(["check-step", str(script), "--probe", "few documents"]) == 3
     assert (
         "make returned TrainOutput: return a transformers.Trainer, or a Step"
         in capsys.readouterr().err
     )
+    script.write_text(CHECK.replace('packed(probe, "gpt_oss")', "1 / 0"))
+    assert main(["check-step", str(script), "--probe", "few documents"]) == 4
+    error = capsys.readouterr().err
+    assert "ZeroDivisionError" in error and "no verdict, as the error above was raised" in error
+    script.write_text("raise SystemExit(1)")
+    assert main(["check-step", str(script)]) == 4
     assert main(["check-step", str(script), "--probe", "none"]) == 2
     assert "there is no probe 'none': choose from 'documents'" in capsys.readouterr().err
 
@@ -134,7 +153,7 @@ def test_workers_of_a_loader_are_left_out() -> None:
         "dataloader_prefetch_factor": 2,
         "dataloader_persistent_workers": True,
     }
-    assert check_step(lambda probe: trainer(probe, **more), [SHORT]).lines() == ["documents: right"]
+    assert check_step(lambda probe: trainer(probe, **more), [SHORT]).verdicts[0].findings == []
 
 
 def test_positions_of_whole_rows_are_no_place_in_a_part() -> None:
@@ -159,19 +178,35 @@ def test_a_step_on_other_data_has_no_known_fault() -> None:
     )
 
 
-def by_hand(probe: Probe, spoil: Callable[[Any], None], loss: float | None = None) -> Step:
-    """A step that is right, but for what `spoil` does to its model's gradients."""
-    model = probe.model("qwen3")
+def by_hand(
+    probe: Probe,
+    spoil: Callable[[Any], None] = lambda model: None,
+    *,
+    kind: str = "qwen3",
+    freeze: Callable[[Any], None] = lambda model: None,
+    rows: slice = slice(None),
+    length: int | None = None,
+    adapters: bool = False,
+    loss: float | None = None,
+    norm: float | None = None,
+) -> Step:
+    """A step that is right, but for what `freeze` does to its model before, and `spoil` to its
+    gradients, and for the rows, and the tokens of each, that it leaves out."""
+    model = probe.model(kind)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     with record(model) as seen:
+        freeze(model)
         targets = sum(label != -100 for row in probe.rows for label in row["labels"][1:])
-        for row in probe.rows:
+        for whole in probe.rows[rows]:
+            row = {name: values[:length] for name, values in whole.items()}
             logits = model(torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
             labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
             (
                 torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / targets
             ).backward()
         spoil(model)
-        return seen.step(loss=loss)
+        return seen.step(loss=loss, grad_norm=norm)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -185,16 +220,143 @@ def test_a_gradient_that_is_not_finite_is_never_right(name: str, value: float) -
         weight = model.get_submodule(name).weight
         weight.grad[..., 0].fill_(value)
 
-    assert check_step(partial(by_hand, spoil=lambda model: None), [SHORT]).status == 0
-    report = check_step(partial(by_hand, spoil=spoil), [SHORT])
+    assert check_step(by_hand, [SHORT]).status == 0
+    report = check_step(partial(by_hand, spoil=spoil, loss=value, norm=1.0), [SHORT])
     assert report.status != 0
-    if name != "lm_head":
-        assert "NaN or infinity" in "\n".join(report.lines())
+    assert [finding.kind for finding in report.verdicts[0].findings] == [
+        NOT_FINITE,
+        LOGGED_LOSS,
+        LOGGED_NORM,
+    ]
+    as_it_is = check_step(partial(by_hand, spoil=spoil, norm=value), [SHORT])
+    assert [finding.kind for finding in as_it_is.verdicts[0].findings] == [NOT_FINITE]
 
 
-def test_a_loss_that_is_nan_is_never_right() -> None:
-    report = check_step(partial(by_hand, spoil=lambda model: None, loss=float("nan")), [SHORT])
-    assert report.status != 0 and "the logged loss is wrong" in "\n".join(report.lines())
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_log_that_is_not_finite_is_never_right(value: float) -> None:
+    (verdict,) = check_step(partial(by_hand, loss=value, norm=value), [SHORT]).verdicts
+    assert [finding.kind for finding in verdict.findings] == [LOGGED_LOSS, LOGGED_NORM]
+
+
+def frozen(part: str, model: Any) -> None:
+    for name, weight in model.named_parameters():
+        if part in name:
+            weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("part", "adapters", "said"),
+    [
+        ("norm", False, "9 of them: self_attn.q_norm.weight (2), "),
+        ("layers.1.self_attn.q_proj", False, "1 of them: self_attn.q_proj.weight"),
+        ("lm_head", False, "1 of them: lm_head.weight"),
+        ("layers.0.self_attn.q_proj.lora_A", True, "1 of them: lora_A.default.weight"),
+    ],
+)
+def test_a_parameter_that_lost_its_gradient_is_named(part: str, adapters: bool, said: str) -> None:
+    """`lora_A` begins with a gradient of 0, as `lora_B` is 0."""
+    make = partial(by_hand, freeze=partial(frozen, part), adapters=adapters)
+    (finding,) = check_step(make, [SHORT]).verdicts[0].findings
+    assert finding.kind == NO_GRADIENT and finding.details.startswith(said)
+
+
+def test_parameters_that_nothing_uses_need_no_gradient() -> None:
+    def make(probe: Probe) -> Step:
+        return by_hand(probe, adapters=True)
+
+    assert check_step(make, [SHORT]).verdicts[0].findings == []
+
+
+def test_missing_documents_are_named_with_the_scale_that_follows() -> None:
+    """Not one of a single token, which has nothing to predict."""
+    (verdict,) = check_step(partial(by_hand, rows=slice(1, None, 2)), [SHORT]).verdicts
+    missing, scale = verdict.findings
+    assert str(missing).startswith(f"{MISSING}: 2 of 5: documents 0, 4; ")
+    assert str(scale) == f"{SCALE}: divided by the targets of missing documents, too"
+    allowed = check_step(partial(by_hand, rows=slice(1, None, 2)), [SHORT], allow=[MISSING, SCALE])
+    assert allowed.status == 0
+
+
+def test_what_is_allowed_is_matched_exactly() -> None:
+    """`documents are cut` is no `documents are cut short`, whose tokens are lost."""
+    make = partial(by_hand, length=9)
+    report = check_step(make, [SHORT], allow=["documents are cut", SCALE])
+    (finding,) = report.verdicts[0].findings
+    assert finding.kind.startswith("documents are cut short:")
+    assert check_step(make, [SHORT], allow=["documents are cut short", SCALE]).status == 0
+    said = "no fault is called 'documents are cut shrt': did you mean 'documents are cut short'"
+    with pytest.raises(UserError, match=said):
+        check_step(make, [SHORT], allow=["documents are cut shrt"])
+    with pytest.raises(UserError, match="no fault is called ''"):
+        check_step(make, [SHORT], allow=[""])
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([[2, 3, 4, 60]], r"id 60 was in a call of the model \(1 such ids\), which the probe"),
+        ([[20, 3, 31, 9, 17, 2, 40, 8, 33, 12, 5, 28, 7, 45, 11, 38, 6, 21]], "only 0 are of one"),
+    ],
+)
+def test_steps_on_other_data_are_refused(rows: list[list[int]], said: str) -> None:
+    def make(probe: Probe) -> Step:
+        model = probe.model()
+        with record(model) as seen:
+            model(torch.tensor(rows), labels=torch.tensor(rows)).loss.backward()
+            return seen.step()
+
+    with pytest.raises(CheckError, match=said):
+        check_step(make, [SHORT])
+
+
+def test_windows_and_caps_that_change_nothing_are_not_tested() -> None:
+    """By default a probe's model has some that do."""
+    names = ["several processes"]
+    (verdict,) = check_step(partial(by_hand, kind="gemma2"), [SHORT]).verdicts
+    assert list(verdict.not_tested) == names
+
+    def usual(probe: Probe) -> Any:
+        more = {"sliding_window": 20, "final_logit_softcapping": 1e5}
+        return of_type(probe, "gemma2", attn_logit_softcapping=1e5, **more)
+
+    report = check_step(usual, [SHORT])
+    names += ["windows of 20 tokens", "the cap of attention scores at 100000"]
+    assert list(report.verdicts[0].not_tested) == [*names, "the cap of logits at 100000"]
+    assert report.status == 0 and report.lines()[1:] == [
+        f"not tested: {what}: {why}" for what, why in report.verdicts[0].not_tested.items()
+    ]
+    longer = Probe("longer", lengths=(3, 21))
+    lines = check_step(usual, [SHORT, longer]).lines()
+    assert not any("windows" in line for line in lines), "the second probe shows them"
+
+
+def test_a_model_without_its_window_or_cap_is_not_right() -> None:
+    """With values of a probe's model."""
+
+    def make(probe: Probe, **changed: Any) -> Step:
+        model = probe.model("gemma2")
+        with record(model) as seen:
+            for module in (model.config, *model.modules()):
+                for name, value in changed.items():
+                    if getattr(module, name, None) is not None:
+                        setattr(module, name, value)
+            targets = sum(len(ids) - 1 for ids in probe.documents)
+            for ids in probe.documents:
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+                wanted = torch.tensor(ids[1:], dtype=torch.int64)
+                entropy = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+                (entropy / targets).backward()
+            return seen.step()
+
+    assert check_step(make, [SHORT]).status == 0
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
+        value = 4096 if name == "sliding_window" else 1e5
+        assert check_step(partial(make, **{name: value}), [SHORT]).status != 0, name
+
+
+def test_kinds_are_those_that_cases_have() -> None:
+    named = {kind for *_, found in (*CASES.values(), *ON_TWO.values()) for kind in found}
+    assert named <= set(kinds()) and len(kinds()) == len(set(kinds()))
 
 
 def test_a_step_without_gradients_is_refused() -> None:
