@@ -22,6 +22,31 @@ Pair = tuple[int, int]
 """Number of a token (-1: padding, or what no context has), and the id that it predicts."""
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What a step showed at its output layer, beside weights.
+
+    Attributes:
+        states: of each token in a call, whether a context has its hidden state.
+        objective: tokens whose objective is not cross-entropy, with what that leaves of it.
+        beside: names of terms that explain the rest.
+        after: what is left of the output layer's gradient without that of backward, relative to it;
+            None where the layer has no gradient of its own.
+        scaled: whether the factor between backward and the optimizer is known.
+        alike: names of wrong contexts that have all hidden states.
+        first_off: name of the first part of a layer whose output is wrong for a token without a
+            context; "" if that is not known.
+    """
+
+    states: dict[int, bool]
+    objective: dict[int, float]
+    beside: list[str]
+    after: float | None
+    scaled: bool
+    alike: list[str]
+    first_off: str
+
+
 @dataclass
 class Fit:
     """What explains a gradient.
@@ -32,6 +57,7 @@ class Fit:
         unknown: weights of predictions by hidden states that no context has.
         residual: norm of what is left of the gradient, relative to it.
         tolerance: largest residual that rounding explains, or what is unknown.
+        shown: what the output layer showed, if it did: then nothing is inferred.
     """
 
     contexts: dict[int, Context]
@@ -39,6 +65,7 @@ class Fit:
     unknown: dict[Pair, float]
     residual: float
     tolerance: float = EXACT
+    shown: Shown | None = None
 
     @property
     def exact(self) -> bool:
@@ -47,6 +74,8 @@ class Fit:
     @property
     def unseen(self) -> set[int]:
         """Tokens whose hidden states no context has."""
+        if self.shown is not None:
+            return {number for number, known in self.shown.states.items() if not known}
         return {number for number, _ in self.unknown if number >= 0}
 
     def pairs(self) -> dict[Pair, float]:
@@ -61,6 +90,8 @@ class Fit:
     @property
     def whole(self) -> bool:
         """Whether all of the gradient follows from the weights."""
+        if self.shown is not None:
+            return not self.unknown and not self.shown.objective
         # Padding is alike in many places, so that the weight of each is in doubt.
         pairs = self.pairs()
         of_padding = max(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from longctx.check.looked import Looked, Output, Parts, keep_parts, look
 from longctx.check.probe import END, PAD, Tokens
 from longctx.errors import UserError
 from longctx.units import largest
@@ -45,6 +46,9 @@ class Step:
         rows: token ids of batches before they were split over ranks; without, rows are those of
             calls.
         positions: of every call, if it was given some, as the calls or [tokens].
+        outputs: every call of the output layer; without, what it got and what backward brought it
+            are inferred from its gradient.
+        parts: outputs of the parts of layers, to tell the first that is wrong.
     """
 
     reference: nn.Module
@@ -54,6 +58,8 @@ class Step:
     grad_norm: float | None = None
     rows: Sequence[torch.Tensor] = ()
     positions: Sequence[torch.Tensor | None] = ()
+    outputs: Sequence[Output] = ()
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass
@@ -64,6 +70,8 @@ class Recorder:
     reference: nn.Module
     calls: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor | None] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    parts: Parts = field(default_factory=dict)
 
     def step(
         self,
@@ -91,6 +99,8 @@ class Recorder:
             grad_norm=grad_norm,
             rows=rows,
             positions=self.positions,
+            outputs=self.outputs,
+            parts={plain_name(name): outputs for name, outputs in self.parts.items()},
         )
 
 
@@ -100,7 +110,7 @@ def record(model: Any) -> Iterator[Recorder]:
     reference can repeat."""
     seen = Recorder(model, reference_of(model))
 
-    def look(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def see(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = inputs[0] if inputs else named["input"]
         if torch.is_autocast_enabled(ids.device.type):
             raise CheckError(
@@ -117,8 +127,17 @@ def record(model: Any) -> Iterator[Recorder]:
                 positions.cpu() if positions is not None and positions.dim() <= 2 else None
             )
 
-    hooks = [model.get_input_embeddings().register_forward_pre_hook(look, with_kwargs=True)]
+    def keep(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], logits: Any) -> None:
+        if torch.is_grad_enabled() and logits.requires_grad:
+            states = inputs[0] if inputs else named["input"]
+            output = Output(states.detach().clone(), logits.detach().clone())
+            seen.outputs.append(output)
+            logits.register_hook(output.add)
+
+    hooks = [model.get_input_embeddings().register_forward_pre_hook(see, with_kwargs=True)]
     hooks.append(model.register_forward_pre_hook(place, with_kwargs=True))
+    hooks.append(model.get_output_embeddings().register_forward_hook(keep, with_kwargs=True))
+    hooks += keep_parts(model, seen.parts)
     try:
         yield seen
     finally:
@@ -244,6 +263,7 @@ class Record:
         calls: rows of all calls.
         rows: rows of batches before they were split over ranks, if `batched`; else those of calls.
         loss, norm: as a rank logged them.
+        looked: what the output layer of each rank shows; None where it does not on all.
     """
 
     tokens: Tokens
@@ -256,6 +276,7 @@ class Record:
     batched: bool
     loss: float | None
     norm: float | None
+    looked: list[Looked] | None = None
 
     @property
     def documents(self) -> list[int]:
@@ -276,30 +297,19 @@ def gather(step: Step, tokens: Tokens) -> Record:
     Raises CheckError, on all ranks, for calls on other ids than the probe's.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if len(step.positions) == len(step.calls):
-        positions = step.positions
-    else:
-        positions = [None] * len(step.calls)
-    calls = [
-        row
-        for call, (ids, at) in enumerate(zip(step.calls, positions, strict=True))
-        for row in _rows(tokens, rank, call=call, ids=ids, positions=at)
-    ]
+    calls = _called(step, tokens, rank)
     batches = [row for call, ids in enumerate(step.rows) for row in _rows(tokens, rank, call, ids)]
     gradients = {name: value.double().cpu() for name, value in step.gradients.items()}
-    mine = (gradients, calls, batches, step.loss, step.grad_norm)
-    everyones: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyones = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
-    of_ranks, all_calls, all_batches, losses, norms = zip(*everyones, strict=True)
+    lengths = [ids.numel() for ids in step.calls]
+    config = getattr(step.reference, "config", None)
+    looked = look(step.outputs, step.parts, lengths=lengths, config=config)
+    mine = (gradients, calls, batches, step.loss, step.grad_norm, looked)
+    everyones = _of_all_ranks(mine)
+    of_ranks, all_calls, all_batches, losses, norms, all_looked = zip(*everyones, strict=True)
     called = [row for rows in all_calls for row in rows]
     _require_ids_of_the_probe(called, tokens)
     used = {token for row in called for token in row.ids}
     batched = [row for rows in all_batches for row in rows if set(row.ids) & used]
-    loss, norm = (
-        next((value for value in each if value is not None), None) for each in (losses, norms)
-    )
     mean, apart = _mean(of_ranks)
     return Record(
         tokens,
@@ -310,9 +320,37 @@ def gather(step: Step, tokens: Tokens) -> Record:
         calls=called,
         rows=batched or called,
         batched=bool(batched),
-        loss=loss,
-        norm=norm,
+        loss=_first(losses),
+        norm=_first(norms),
+        looked=None if None in all_looked else list(all_looked),
     )
+
+
+def _of_all_ranks(mine: Any) -> list[Any]:
+    """Returns an object of every rank. Collective if there is a process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
+
+def _called(step: Step, tokens: Tokens, rank: int) -> list[Row]:
+    """Returns the rows of all calls of a rank's step."""
+    if len(step.positions) == len(step.calls):
+        positions = step.positions
+    else:
+        positions = [None] * len(step.calls)
+    return [
+        row
+        for call, (ids, at) in enumerate(zip(step.calls, positions, strict=True))
+        for row in _rows(tokens, rank, call=call, ids=ids, positions=at)
+    ]
+
+
+def _first(values: Sequence[float | None]) -> float | None:
+    """Returns the first number that a rank has."""
+    return next((value for value in values if value is not None), None)
 
 
 def _require_ids_of_the_probe(rows: Sequence[Row], tokens: Tokens) -> None:

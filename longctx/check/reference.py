@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from longctx.check.contexts import Sequence
+from longctx.check.looked import Parts, keep_parts, of_tokens
 from longctx.check.record import CheckError, Record, Tensors
 
 
@@ -166,6 +167,18 @@ class Reference:
     def states(self, sequence: Sequence) -> torch.Tensor:
         """Returns what the output layer gets [tokens, H]."""
         return self._at_output(sequence)[2]
+
+    def parts(self, sequence: Sequence) -> dict[str, torch.Tensor]:
+        """Returns outputs of the parts of layers [tokens, width], in the order in which they
+        ran."""
+        kept = Parts()
+        hooks = keep_parts(self.model, kept)
+        try:
+            self.logits(sequence)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return of_tokens(kept, len(sequence.numbers))
 
     def losses(self, sequence: Sequence, predictions: Iterable[Prediction]) -> torch.Tensor:
         """Returns the cross-entropy of each prediction of a sequence."""

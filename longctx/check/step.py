@@ -20,6 +20,7 @@ from longctx.check.not_tested import not_tested
 from longctx.check.probe import PROBES, Probe, Tokens
 from longctx.check.record import CheckError, Step, gather
 from longctx.check.reference import Reference
+from longctx.check.shown import fit_shown
 from longctx.check.verdict import (
     UNEXPLAINED,
     Facts,
@@ -159,16 +160,21 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
         )
     with torch.random.fork_rng(devices=[]):
         reference = Reference(record)
-        fitter = Fitter(record, reference, contexts(record, reference.window is not None))
-        fit = fitter.fit()
+        candidates = contexts(record, reference.window is not None)
+        if record.looked is not None:
+            fit = fit_shown(record, record.looked, reference=reference, candidates=candidates)
+            alike = fit.shown.alike if fit.shown is not None else []
+        else:
+            fitter = Fitter(record, reference, candidates)
+            fit = fitter.fit()
+            alike = fitter.alike(fit)
         facts = Facts(record, reference, fit)
         found = list(findings(facts))
-        alike = fitter.alike(fit)
         untested = not_tested(record, reference)
-    if not fit.whole:
-        untested["the backward pass"] = "the step's weights do not say all of forward"
     allowed = [each for each in found if is_allowed(each, allow)]
     left = [each for each in found if each not in allowed]
+    if not fit.whole and not left:
+        untested["the backward pass"] = "what is allowed leaves open what forward gave it"
     return Verdict(
         probe,
         left,

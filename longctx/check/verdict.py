@@ -5,23 +5,29 @@ Most faults are rows of tables: words, and what holds for a token or a predictio
 The first that holds is named.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
 
+import torch
+
 from longctx.check.contexts import APART, Sequence
 from longctx.check.contexts import FAULTS as CONTEXTS
-from longctx.check.fit import EXACT, NEAR, Fit, Pair
-from longctx.check.probe import END
+from longctx.check.fit import EXACT, NEAR, Fit, Pair, Shown
+from longctx.check.probe import END, PAD
 from longctx.check.record import Record, Tensors
 from longctx.check.reference import Prediction, Reference
+from longctx.check.shown import AFTER
 from longctx.errors import UserError
 from longctx.units import largest
 
 SAME = 2e-3
 """Largest difference of weights, relative to 1/N, that counts as none."""
+SHOWN = 1e-5
+"""Smallest weight, relative to the largest, that counts where weights were shown."""
 BACKWARD, LOGGED = 5e-4, 1e-3
 """Largest relative difference of gradients from predicted ones, and of logged numbers."""
 NOT_FINITE = "gradients are not finite"
@@ -36,6 +42,12 @@ SCALE = "the loss has a wrong scale"
 BACKWARD_WRONG = "the backward pass is wrong"
 MEAN_OF_MEANS = "the loss is a mean of means of {}"
 WEIGHTS_BY = "weights differ by {}"
+OBJECTIVE_OTHER = "the objective is not the cross-entropy of one id for each token"
+ATTENTION = re.compile("att|mixer")
+"""What names of parts have that mix tokens."""
+CHANGED = "gradients are changed after backward"
+ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""Types to which gradients may have been rounded, in words."""
 LOGGED_LOSS = "the logged loss is wrong"
 LOGGED_NORM = "the logged gradient norm is wrong"
 UNEXPLAINED = "the gradient is that of no known fault"
@@ -108,19 +120,32 @@ class Facts:
         every_wanted = self._wanted_of(everything)
         self.relative = {pair: weight * len(self.wanted) for pair, weight in fit.pairs().items()}
         # Nobody knows which tokens predict the ends of documents.
-        if not any(target == END for _, target in self.relative):
+        if fit.shown is None and not any(target == END for _, target in self.relative):
             self.wanted = [pair for pair in self.wanted if pair[1] != END]
             every_wanted = [pair for pair in every_wanted if pair[1] != END]
         self.all_wanted = len(every_wanted)
+        least = self._least_weight()
         counted = {
-            pair: weight for pair, weight in self.relative.items() if not abs(weight) <= SAME
+            pair: weight for pair, weight in self.relative.items() if not abs(weight) <= least
         }
         self.kept = {pair: counted[pair] for pair in self.wanted if pair in counted}
         self.lost = [pair for pair in self.wanted if pair not in counted]
         self.extra = {pair: weight for pair, weight in counted.items() if pair not in self.kept}
         self.unknown = fit.unseen
-        self.known = {number for number, _ in self.kept | self.extra if number >= 0} - self.unknown
+        self.known = self._judged() - self.unknown
         self._of_rules()
+
+    def _least_weight(self) -> float:
+        """Returns what a weight has to exceed to count."""
+        if self.fit.shown is None:
+            return SAME
+        return SHOWN * max(map(abs, self.relative.values()), default=0.0)
+
+    def _judged(self) -> set[int]:
+        """Returns the tokens whose hidden states can be told from others."""
+        if self.fit.shown is None:
+            return {number for number, _ in self.kept | self.extra if number >= 0}
+        return set(self.fit.shown.states)
 
     def _wanted_of(self, documents: Iterable[int]) -> list[Pair]:
         """Returns the predictions that should count, of these documents."""
@@ -135,6 +160,10 @@ class Facts:
     def _of_rules(self) -> None:
         """Sets what only rules ask for."""
         tokens = self.tokens
+        self.unshifted = any(
+            n >= 0 and target == tokens.ids[n] and target != tokens.probe.pad
+            for n, target in self.extra
+        )
         calls = self.record.calls
         self.firsts = {ids[0] for ids in tokens.probe.documents}
         self.starts = {
@@ -223,13 +252,15 @@ PLACES: dict[str, Callable[[Facts, int], bool]] = {
 """Where hidden states are of no context: for these tokens alone, of all ranks or of one."""
 
 EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
-    NOT_SHIFTED: lambda f, n, target: target == f.id_after(n, 0),
+    NOT_SHIFTED: lambda f, n, target: (
+        target == f.id_after(n, 0) and (target != f.tokens.probe.pad or f.unshifted)
+    ),
     "prompts are trained": lambda f, n, target: target == f.id_after(n, 1),
     SHIFTED_TWICE: lambda f, n, target: target == f.id_after(n, 2),
     "an end token was appended that the probe does not have": lambda f, n, target: (
         n >= 0 and target == END and END not in f.tokens.ids
     ),
-    "padding is trained": lambda f, n, target: target == f.tokens.probe.pad,
+    "padding is trained": lambda f, n, target: target in (f.tokens.probe.pad, PAD),
     "first tokens are predicted from padding": lambda f, n, target: n < 0 and target in f.firsts,
     "tokens are predicted from padding": lambda f, n, target: n < 0,
     "last tokens predict the first one of the next document": lambda f, n, target: (
@@ -262,7 +293,7 @@ MEANS: dict[str, Callable[[Facts, int], object]] = {
 def kinds() -> list[str]:
     """Returns the kinds of all faults that have a name."""
     several = (NOT_FINITE, NO_GRADIENT, MISSING, APART_RANKS, SAME_DATA, HIDDEN, REPEATED, WEIGHTS)
-    of_numbers = (SCALE, BACKWARD_WRONG, LOGGED_LOSS, LOGGED_NORM)
+    of_numbers = (SCALE, OBJECTIVE_OTHER, CHANGED, BACKWARD_WRONG, LOGGED_LOSS, LOGGED_NORM)
     by_groups = [words.format(name) for words in (MEAN_OF_MEANS, WEIGHTS_BY) for name in MEANS]
     return [*several, *of_numbers, *by_groups, *CONTEXTS, *PLACES, *EXTRA, *LOST]
 
@@ -319,6 +350,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield from _contexts(facts)
     yield from _places(facts)
     yield from _missing(facts)
+    if fit.shown is not None and fit.shown.objective:
+        yield _objective(fit.shown)
+        return
     extra = _extra(facts)
     yield from extra
     if (
@@ -333,10 +367,12 @@ def findings(facts: Facts) -> Iterator[Finding]:
     loss, gradients, without = facts.reference.gradients(weights)
     if without:
         yield Finding(NO_GRADIENT, f"{len(without)} of them: {_suffixes(without)}")
-    if not fit.whole:
+    after = list(_after(facts))
+    if not fit.whole or after:
         gradients = {}
     if not record.apart:
         yield from _weights(facts)
+        yield from after
         yield from _backward(facts, gradients)
     yield from _log(facts, loss if fit.whole else None)
 
@@ -394,7 +430,13 @@ def _places(facts: Facts) -> Iterator[Finding]:
         f"first at token {tokens.place[min(facts.unknown)]} of document "
         f"{tokens.document[min(facts.unknown)]}"
     )
+    part = facts.fit.shown.first_off if facts.fit.shown is not None else ""
+    if part:
+        first += f", in the output of {part}"
     every = facts.unknown | facts.known
+    if part and not ATTENTION.search(part):
+        yield Finding(HIDDEN, f"of {len(facts.unknown)} of {len(every)} tokens, {first}")
+        return
     for rank in (None, *ranks):
         held = {number for number in every if rank is None or facts.rank(number) == rank}
         for kind, holds in PLACES.items():
@@ -429,9 +471,11 @@ def _extra(facts: Facts) -> list[Finding]:
 
 def _lost(facts: Facts) -> Iterator[Finding]:
     found = defaultdict[str, list[int]](list)
+    predicting = {number for number, _ in facts.extra}
     predicted = {target for _, target in facts.extra}
     for number, target in facts.lost:
-        if target not in predicted:  # by another token
+        # Neither by another token, nor in favour of another id.
+        if target not in predicted and number not in predicting:
             found[next(kind for kind, holds in LOST.items() if holds(facts, number + 1))].append(
                 number
             )
@@ -482,38 +526,72 @@ def _weights(facts: Facts) -> Iterator[Finding]:
 
 def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
     """Reports a uniform scale other than 1 or the token mean."""
+    shown = facts.fit.shown
+    if shown is not None and not shown.scaled:
+        return
     wanted = len(facts.wanted)
     trained = sum(facts.kept.values()) + sum(facts.extra.values())
     # 1/N for all targets, or for all that is trained.
     if min(abs(factor - 1), abs(trained / wanted - 1)) < facts.same:
         return
+    bases = (1.0, wanted * factor / trained)
+    for words, value in _known_scales(facts):
+        for base in bases:
+            if abs(factor / (base * value) - 1) < facts.same:
+                yield Finding(SCALE, words)
+                return
+    yield Finding(SCALE, f"× {factor:.4g}")
+
+
+def _known_scales(facts: Facts) -> Iterator[tuple[str, float]]:
+    """Yields scales that have a cause, the likeliest first, with words for it."""
+    wanted = len(facts.wanted)
     ranks = facts.record.ranks
     micro_batches = 1 + max(row.call for row in facts.record.calls)
-    counts = {
-        "ranks": ranks,
-        "micro-batches": micro_batches,
-        "ranks × micro-batches": ranks * micro_batches,
-    }
-    counts = {name: count for name, count in counts.items() if count > 1}
-    tokens = sum(len(row.ids) for row in facts.record.calls)
-    held = sum(facts.count.values())
-    divisors = {"all tokens": tokens, "the tokens of documents": held}
-    divisors |= {"the tokens but the first of each": held - len(facts.documents)}
-    known = {f"× {count}, the number of {name}": float(count) for name, count in counts.items()}
-    known |= {f"÷ {count}, the number of {name}": 1 / count for name, count in counts.items()}
-    known |= {"a sum and no mean": wanted}
+    counts = {"ranks": ranks, "micro-batches": micro_batches}
+    counts["ranks × micro-batches"] = ranks * micro_batches
+    several = [(name, count) for name, count in counts.items() if count > 1]
+    for name, count in several:
+        yield f"× {count}, the number of {name}", float(count)
+    for name, count in several:
+        yield f"÷ {count}, the number of {name}", 1 / count
+    yield "a sum and no mean", float(wanted)
     if facts.missing:
-        known["divided by the targets of missing documents, too"] = wanted / facts.all_wanted
-    known |= {
-        f"divided by {name}, not by the targets": wanted / count for name, count in divisors.items()
-    }
-    bases = (1.0, wanted * factor / trained)
-    near = (
+        yield "divided by the targets of missing documents, too", wanted / facts.all_wanted
+    held = sum(facts.count.values())
+    divisors = {"all tokens": sum(len(row.ids) for row in facts.record.calls)}
+    divisors["the tokens of documents"] = held
+    divisors["the tokens but the first of each"] = held - len(facts.documents)
+    for name, count in divisors.items():
+        yield f"divided by {name}, not by the targets", wanted / count
+
+
+def _objective(shown: Shown) -> Finding:
+    """Returns what is said of tokens whose objective is another one."""
+    most = max(shown.objective.values())
+    details = f"for {len(shown.objective)} tokens it leaves {most:.1e} of ∂loss/∂logits"
+    if shown.beside:
+        details += f", which {' or '.join(shown.beside)} explains"
+    return Finding(OBJECTIVE_OTHER, details)
+
+
+def _after(facts: Facts) -> Iterator[Finding]:
+    """Yields that the output layer's gradient is not the one that backward gave."""
+    shown = facts.fit.shown
+    if shown is None or shown.after is None or shown.after <= AFTER:
+        return
+    name = facts.reference.output
+    assert name is not None  # else there is nothing to compare
+    found = facts.record.gradients[name]
+    rounded = [
         words
-        for words, value in known.items()
-        if any(abs(factor / (base * value) - 1) < facts.same for base in bases)
-    )
-    yield Finding(SCALE, next(near, f"× {factor:.4g}"))
+        for dtype, words in ROUNDED.items()
+        if bool((found.float().to(dtype).double() == found).all())
+    ]
+    details = f"{shown.after:.1e} of the output layer's does not come from backward"
+    if rounded:
+        details += f"; it is rounded to {rounded[0]}"
+    yield Finding(CHANGED, details)
 
 
 def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
@@ -521,7 +599,9 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
     shows in all before it."""
     sizes = {name: float(value.norm()) for name, value in gradients.items()}
     off = defaultdict[int, dict[str, str]](dict)
-    for name, expected in gradients.items() if facts.reference.output else ():
+    # With all gradients fitted at once, nothing is left to compare.
+    judged = facts.reference.output is not None or facts.fit.shown is not None
+    for name, expected in gradients.items() if judged else ():
         found = facts.record.gradients[name]
         if not float((found - expected).norm()) <= BACKWARD * max(
             sizes[name], 1e-3 * largest(sizes.values())
@@ -596,18 +676,23 @@ def picture(facts: Facts) -> list[str]:
             pair = (number, facts.tokens.ids[number + 1])
             weight = facts.relative.get(pair, 0.0)
             wanted = float(pair in facts.wanted)
-            signs += (
-                "."
-                if abs(weight - wanted) < SAME
-                else "0"
-                if abs(weight) < SAME
-                else "+"
-                if weight > wanted
-                else "-"
-            )
-        if signs.strip("."):
-            lines.append(f"document {document:2} {signs[:96]}{'…' if len(signs) > 96 else ''}")
+            signs += _sign(weight, wanted)
+        if len(signs) > 96:
+            signs = signs[:96] + "…"
+        if signs.strip(".…"):
+            lines.append(f"document {document:2} {signs}")
     return lines
+
+
+def _sign(weight: float, wanted: float) -> str:
+    """Returns how a weight relates to the one that it should be."""
+    if abs(weight - wanted) < SAME:
+        return "."
+    if abs(weight) < SAME:
+        return "0"
+    if weight > wanted:
+        return "+"
+    return "-"
 
 
 def _suffixes(names: Iterable[str]) -> str:

@@ -11,15 +11,23 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from longctx.check import CheckError, Probe, Step, check_step, record
-from longctx.check.contexts import ROW_RESTARTED
+from longctx.check.contexts import ROW_RESTARTED, contexts
+from longctx.check.looked import OBJECTIVE
 from longctx.check.probe import Tokens
 from longctx.check.record import gather
+from longctx.check.reference import Reference
+from longctx.check.shown import AFTER, SAME_STATES, fit_shown
 from longctx.check.verdict import (
+    BACKWARD_WRONG,
+    CHANGED,
+    HIDDEN,
     LOGGED_LOSS,
     LOGGED_NORM,
     MISSING,
     NO_GRADIENT,
     NOT_FINITE,
+    OBJECTIVE_OTHER,
+    OF_OTHERS,
     SCALE,
     kinds,
 )
@@ -58,18 +66,25 @@ FEW = (
     "not reduced",
 )
 FEW += ("means of micro-batches of all ranks",)
+BY_FIT = {name: CASES[name] for name in ("right: windows", "parts of 16 tokens", "no shift")}
+ALL_BY_FIT = {name: case for name, case in CASES.items() if name != "GPT-2, padded at the left"}
+FEW_BY_FIT = ("right: by hand", "no exchange", "mean of the rank")
 SETS = {
-    "quick": (1, QUICK),
-    "all": (1, CASES),
-    "quick on two": (2, {name: ON_TWO[name] for name in FEW}),
-    "two": (2, ON_TWO),
+    "quick": (1, QUICK, False),
+    "quick, inferred": (1, BY_FIT, True),
+    "all": (1, CASES, False),
+    "all, inferred": (1, ALL_BY_FIT, True),
+    "quick on two": (2, {name: ON_TWO[name] for name in FEW}, False),
+    "quick on two, inferred": (2, {name: ON_TWO[name] for name in FEW_BY_FIT}, True),
+    "two": (2, ON_TWO, False),
+    "two, inferred": (2, ON_TWO, True),
 }
 
 
 @pytest.mark.parametrize("which", slow_unless(lambda which: "quick" in which, SETS))
 def test_faults_are_named_and_right_steps_are_right(workers: Workers, which: str) -> None:
-    ranks, cases = SETS[which]
-    for found in workers.run(faults, ranks, list(cases), timeout_s=120.0):
+    ranks, cases, inferred = SETS[which]
+    for found in workers.run(faults, ranks, list(cases), inferred, timeout_s=120.0):
         assert found == {name: kinds for name, (*_, kinds) in cases.items()}
 
 
@@ -189,10 +204,12 @@ def by_hand(
     adapters: bool = False,
     loss: float | None = None,
     norm: float | None = None,
+    objective: Callable[..., torch.Tensor] = torch.nn.functional.cross_entropy,
+    tied: bool = False,
 ) -> Step:
     """A step that is right, but for what `freeze` does to its model before, and `spoil` to its
-    gradients, and for the rows, and the tokens of each, that it leaves out."""
-    model = probe.model(kind)
+    gradients, for the rows, and the tokens of each, that it leaves out, and another objective."""
+    model = probe.model(kind, tie_word_embeddings=tied)
     if adapters:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     with record(model) as seen:
@@ -202,9 +219,7 @@ def by_hand(
             row = {name: values[:length] for name, values in whole.items()}
             logits = model(torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
             labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
-            (
-                torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / targets
-            ).backward()
+            (objective(logits, labels, reduction="sum") / targets).backward()
         spoil(model)
         return seen.step(loss=loss, grad_norm=norm)
 
@@ -352,6 +367,135 @@ def test_a_model_without_its_window_or_cap_is_not_right() -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
         value = 4096 if name == "sliding_window" else 1e5
         assert check_step(partial(make, **{name: value}), [SHORT]).status != 0, name
+
+
+def with_term(
+    term: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    """Cross-entropy with another term of logits [tokens, V] and labels, summed over tokens."""
+
+    def objective(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        entropy = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+        return entropy + term(logits, labels).sum()
+
+    return objective
+
+
+def a_second_id(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As a head that predicts the token after the next one, too."""
+    return torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
+
+
+OBJECTIVES = {
+    "label smoothing": partial(torch.nn.functional.cross_entropy, label_smoothing=0.1),
+    "a z-loss": with_term(lambda logits, labels: 1e-4 * logits.logsumexp(-1).square()),
+    "entropy": with_term(
+        lambda logits, labels: 1e-3 * (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    ),
+    "the cross-entropy of a second id": with_term(a_second_id),
+}
+
+
+@pytest.mark.parametrize("term", OBJECTIVES)
+def test_another_objective_is_named_and_nothing_else(term: str) -> None:
+    make = partial(by_hand, objective=OBJECTIVES[term])
+    (finding,) = check_step(make, [SHORT]).verdicts[0].findings
+    assert finding.kind == OBJECTIVE_OTHER and term in finding.details.partition(", which")[2]
+
+
+def rounded(dtype: torch.dtype, model: Any) -> None:
+    for weight in model.parameters():
+        weight.grad = weight.grad.to(dtype).float()
+
+
+def decayed(model: Any) -> None:
+    for weight in model.parameters():
+        weight.grad = weight.grad + 1e-3 * weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (partial(rounded, torch.bfloat16), "; it is rounded to bfloat16"),
+        (partial(rounded, torch.float16), "; it is rounded to float16"),
+        (decayed, "of the output layer's does not come from backward"),
+    ],
+)
+def test_gradients_that_change_after_backward_are_named(
+    spoil: Callable[[Any], None], said: str
+) -> None:
+    (finding,) = check_step(partial(by_hand, spoil=spoil), [SHORT]).verdicts[0].findings
+    assert finding.kind == CHANGED and finding.details.endswith(said)
+
+
+def test_one_label_of_another_token_is_one_label() -> None:
+    """Hidden states of nearly all tokens were called wrong."""
+
+    def objective(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        if len(labels) == SHORT.lengths[3] - 1:
+            labels = torch.cat([labels[:4], labels[8:9], labels[5:]])
+        return torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+
+    (finding,) = check_step(partial(by_hand, objective=objective), [SHORT]).verdicts[0].findings
+    assert str(finding) == f"{OF_OTHERS}: 1 predictions, document 3"
+
+
+def halved(name: str, model: Any) -> None:
+    model.get_submodule(name).weight.grad.div_(2)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"])
+def test_backward_is_judged_with_tied_embeddings(name: str) -> None:
+    """No weight of a single parameter hides there that of another."""
+    assert check_step(partial(by_hand, tied=True), [SHORT]).status == 0
+    report = check_step(partial(by_hand, spoil=partial(halved, name), tied=True), [SHORT])
+    (finding,) = report.verdicts[0].findings
+    layer, part = name.split(".")[2], name.partition("layers.")[2][2:]
+    words = f"{part}.weight in layer {layer}: 0.5 times what it should be"
+    assert str(finding) == f"{BACKWARD_WRONG}: {words}"
+
+
+def test_the_first_part_that_is_wrong_is_named() -> None:
+    """Norms with another epsilon are no fault of attention."""
+
+    def wider(model: Any) -> None:
+        for layer in model.model.layers[1:]:
+            layer.post_attention_layernorm.variance_epsilon = 10.0
+
+    (finding,) = check_step(partial(by_hand, freeze=wider), [SHORT]).verdicts[0].findings
+    part = "model.layers.1.post_attention_layernorm"
+    assert finding.kind == HIDDEN and finding.details.endswith(f"in the output of {part}")
+
+
+def test_weights_with_other_signs_are_told() -> None:
+    """As advantages weigh answers: half of the documents against the others."""
+
+    def objective(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        sign = -1 if len(labels) % 8 == 0 else 1
+        return sign * torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+
+    (finding,) = check_step(partial(by_hand, objective=objective), [SHORT]).verdicts[0].findings
+    assert str(finding) == "weights differ by micro-batches: 1, -1, 1, 1 times 1/N"
+
+
+def test_what_float32_leaves_of_a_right_step() -> None:
+    """Far less than limits allow."""
+    record = gather(by_hand(SHORT), Tokens(SHORT))
+    assert record.looked is not None
+    reference = Reference(record)
+    candidates = contexts(record, windows=False)
+    fit = fit_shown(record, record.looked, reference=reference, candidates=candidates)
+    assert fit.shown is not None and fit.shown.after is not None
+    (looked,) = record.looked
+    assert max(looked.left) < 1e-7 < OBJECTIVE / 50
+    assert fit.shown.after < 5e-7 < AFTER / 10
+    (sequences,) = {context.sequences for context in fit.contexts.values()}
+    states = torch.cat([reference.states(sequence) for sequence in sequences])
+    apart = (looked.states - states).norm(dim=1) / states.norm(dim=1)
+    assert float(apart.max()) < 3e-6 <= SAME_STATES / 10
+    _, expected, _ = reference.gradients(fit.weights)
+    for name, gradient in expected.items():
+        assert float((record.gradients[name] - gradient).norm()) < 5e-6 * float(gradient.norm())
 
 
 def test_kinds_are_those_that_cases_have() -> None:

@@ -1,0 +1,299 @@
+"""The fit of a step whose output layer was looked at: whose hidden state each token has, what it
+predicts with which weight, and what became of the gradient after backward."""
+
+from collections import defaultdict
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from longctx.check.contexts import APART, Context, Sequence
+from longctx.check.fit import Fit, Pair, Shown
+from longctx.check.looked import OBJECTIVE, Looked
+from longctx.check.record import Record
+from longctx.check.reference import Prediction, Reference
+
+AFTER = 1e-5
+"""Most that may be left of the output layer's gradient without what backward gave it: float32
+leaves 2e-7, gradients rounded to float16 leave 2e-4."""
+SAME_STATES = 3e-5
+"""Largest relative difference of a token's hidden state, or of a part's output, from the
+reference's: float32 leaves 2e-6 in two layers."""
+LEAST_SHARE = 1e-3
+"""Of the largest gradient's norm: smaller ones do not tell a factor."""
+
+
+class Token(NamedTuple):
+    """A token of a call: its number in the probe (-1: padding), rank, call, target, weight, and
+    what is left of its objective without cross-entropy."""
+
+    number: int
+    rank: int
+    call: int
+    target: int
+    weight: float
+    left: float
+
+
+class Place(NamedTuple):
+    """A place of a sequence of a context."""
+
+    sequence: Sequence
+    at: int
+
+
+def fit_shown(
+    record: Record, looked: list[Looked], reference: Reference, candidates: list[Context]
+) -> Fit:
+    """Returns the fit of a step by what its ranks' output layers showed; the first context is the
+    right one."""
+    seen = Seen(record, looked, reference=reference, candidates=candidates)
+    factors, after = _factors(record, looked, reference)
+    weights, unknown = seen.weights(factors)
+    scaled = after is not None
+    if not scaled and not unknown:
+        factor = _factor_of_all(record, reference, weights)
+        weights = {prediction: weight * factor for prediction, weight in weights.items()}
+        scaled = True
+    shown = Shown(
+        seen.known,
+        objective={each.number: each.left for each in seen.tokens if not each.left <= OBJECTIVE},
+        beside=list(dict.fromkeys(name for each in looked for name in each.beside)),
+        after=after,
+        scaled=scaled,
+        alike=seen.alike(),
+        first_off=seen.first_off(),
+    )
+    return Fit(seen.contexts, weights, unknown, residual=0.0, shown=shown)
+
+
+class Seen:
+    """The tokens of a step in the contexts that have their hidden states.
+
+    Attributes:
+        tokens: of all calls, rank after rank.
+        contexts: of each document.
+        known: of each token of the probe in a call, whether its document's context has its hidden
+            state.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        looked: list[Looked],
+        *,
+        reference: Reference,
+        candidates: list[Context],
+    ) -> None:
+        self._probe = record.tokens
+        self._looked = looked
+        self._reference = reference
+        self._candidates = candidates
+        self.tokens = _tokens(record, looked)
+        states = torch.cat([each.states for each in looked])
+        self._places = {
+            context.sequences: _places(self.tokens, states, context, reference)
+            for context in candidates
+        }
+        self._real = {index for index, token in enumerate(self.tokens) if token.number >= 0}
+        self.contexts = self._contexts()
+        self.known = dict[int, bool]()
+        for index in sorted(self._real):
+            number = self.tokens[index].number
+            self.known[number] = self.known.get(number, True) and self._place(index) is not None
+
+    def _place(self, index: int) -> Place | None:
+        """Returns the place of a token in the context of its document; of padding, in any."""
+        number = self.tokens[index].number
+        if number >= 0:
+            own = self.contexts[self._probe.document[number]]
+            return self._places[own.sequences].get(index)
+        found = (places[index] for places in self._places.values() if index in places)
+        return next(found, None)
+
+    def weights(
+        self, factors: dict[tuple[int, int], float]
+    ) -> tuple[dict[Prediction, float], dict[Pair, float]]:
+        """Returns the weights of predictions, in the order of their sequences, and of tokens whose
+        hidden state no context has; by factors of ranks' calls after backward."""
+        weights = defaultdict[Prediction, float](float)
+        unknown = defaultdict[Pair, float](float)
+        for index, token in enumerate(self.tokens):
+            weight = token.weight * factors[token.rank, token.call]
+            if not weight:
+                continue
+            place = self._place(index)
+            if place is None:
+                unknown[token.number, token.target] += weight
+            else:
+                weights[Prediction(place.sequence, place.at, token.target)] += weight
+        in_order = sorted(weights.items(), key=lambda each: each[0])
+        return dict(in_order), dict(unknown)
+
+    def _contexts(self) -> dict[int, Context]:
+        """Returns the context of each document: the first one that has all hidden states of the
+        step, or else each document's."""
+        documents = range(len(self._probe.probe.lengths))
+        for context in self._candidates:
+            if self._real <= self._places[context.sequences].keys():
+                return dict.fromkeys(documents, context)
+        return {document: self._context_of(document) for document in documents}
+
+    def _context_of(self, document: int) -> Context:
+        """Returns the context that has most hidden states of a document, if those are more than
+        half of what the right one lacks; else the right one."""
+        own = [
+            index
+            for index in self._real
+            if self._probe.document[self.tokens[index].number] == document
+        ]
+        counts = dict[int, int]()
+        for number, context in enumerate(self._candidates):
+            places = self._places[context.sequences]
+            counts[number] = sum(index in places for index in own)
+        named_right = [n for n, each in enumerate(self._candidates) if each.name == APART]
+        right = max(named_right, key=counts.__getitem__)
+        best = max(counts, key=counts.__getitem__)
+        if 2 * (counts[best] - counts[right]) > len(own) - counts[right]:
+            return self._candidates[best]
+        return self._candidates[right]
+
+    def alike(self) -> list[str]:
+        """Returns the names of other contexts that have all hidden states, if those of documents
+        are wrong."""
+        names = {context.name for context in self.contexts.values()}
+        if APART in names:
+            return []
+        found = dict[str, None]()
+        for context in self._candidates:
+            if context.name not in names and self._real <= self._places[context.sequences].keys():
+                found[context.name] = None
+        return list(found)
+
+    def first_off(self) -> str:
+        """Returns the name of the first part of a layer whose output differs from the reference's
+        for a token whose hidden state no context has; "" if none does."""
+        wrong = {index for index in self._real if not self.known[self.tokens[index].number]}
+        numbers = {self.tokens[index].number for index in wrong}
+        names = set.intersection(*(set(each.parts) for each in self._looked))
+        outputs = {name: torch.cat([each.parts[name] for each in self._looked]) for name in names}
+        sequences = dict.fromkeys(
+            sequence
+            for context in self.contexts.values()
+            for sequence in context.sequences
+            if not numbers.isdisjoint(sequence.numbers)
+        )
+        rightly = [(sequence, self._reference.parts(sequence)) for sequence in sequences]
+        in_order = list(rightly[0][1]) if rightly else []
+        for name in in_order:
+            for sequence, expected in rightly:
+                if name in outputs and self._differs(
+                    sequence, outputs[name], expected=expected[name], wrong=wrong
+                ):
+                    return name
+        return ""
+
+    def _differs(
+        self,
+        sequence: Sequence,
+        found: torch.Tensor,
+        *,
+        expected: torch.Tensor,
+        wrong: set[int],
+    ) -> bool:
+        """Returns whether a part's output differs for a wrong token of a sequence."""
+        places = {number: at for at, number in enumerate(sequence.numbers)}
+        for index in wrong:
+            place = places.get(self.tokens[index].number)
+            if place is None:
+                continue
+            right = expected[place]
+            if not float((found[index] - right).norm()) <= SAME_STATES * float(right.norm()):
+                return True
+        return False
+
+
+def _tokens(record: Record, looked: list[Looked]) -> list[Token]:
+    """Returns the tokens of all calls, rank after rank, as `looked` has them."""
+    found = list[Token]()
+    for rank, shown in enumerate(looked):
+        rows = [row for row in record.calls if row.rank == rank]
+        places = [(number, row.call) for row in rows for number in row.numbers]
+        each = zip(places, shown.targets, shown.weights, shown.left, strict=True)
+        for (number, call), target, weight, left in each:
+            found.append(Token(number, rank, call=call, target=target, weight=weight, left=left))
+    return found
+
+
+def _places(
+    tokens: list[Token], states: torch.Tensor, context: Context, reference: Reference
+) -> dict[int, Place]:
+    """Returns where in a context tokens have their hidden states, by their index."""
+    owners = defaultdict[int, list[Place]](list)
+    of_owners = defaultdict[int, list[torch.Tensor]](list)
+    for sequence in context.sequences:
+        own_states = reference.states(sequence)
+        for at, number in enumerate(sequence.numbers):
+            owners[number].append(Place(sequence, at))
+            of_owners[number].append(own_states[at])
+    stacked = {number: torch.stack(rows) for number, rows in of_owners.items()}
+    found = {}
+    for index, token in enumerate(tokens):
+        if token.number not in owners:
+            continue
+        wanted = stacked[token.number]
+        apart = (wanted - states[index]).norm(dim=1)
+        nearest = int(apart.argmin())
+        if float(apart[nearest]) <= SAME_STATES * float(wanted[nearest].norm()):
+            found[index] = owners[token.number][nearest]
+    return found
+
+
+def _factors(
+    record: Record, looked: list[Looked], reference: Reference
+) -> tuple[dict[tuple[int, int], float], float | None]:
+    """Returns by what the gradient of each rank's calls was multiplied after backward, and what is
+    left of the output layer's gradient without them, relative to it.
+
+    One factor for all is tried first, then one for each rank, then one for each call. Where the
+    output layer has no gradient of its own, nothing is known: factors are 1, and None is left.
+    """
+    calls = {
+        (rank, call): gradient
+        for rank, each in enumerate(looked)
+        for call, gradient in enumerate(each.gradients)
+    }
+    if reference.output is None:
+        return dict.fromkeys(calls, 1.0), None
+    wanted = record.gradients[reference.output]
+    size = max(float(wanted.norm()), 1e-300)
+    ways: list[dict[tuple[int, int], int]] = [
+        dict.fromkeys(calls, 0),
+        {(rank, call): rank for rank, call in calls},
+        {call: number for number, call in enumerate(calls)},
+    ]
+    fits = []
+    for way in ways:
+        columns = [torch.zeros_like(wanted) for _ in range(1 + max(way.values()))]
+        for call, column in way.items():
+            columns[column] += calls[call]
+        basis = torch.stack([column.flatten() for column in columns], dim=1)
+        solved = torch.linalg.lstsq(basis, wanted.flatten()[:, None], driver="gelsd").solution
+        left = float((wanted.flatten() - (basis @ solved)[:, 0]).norm()) / size
+        factors = {call: float(solved[column]) for call, column in way.items()}
+        if left <= AFTER:
+            return factors, left
+        fits.append((factors, left))
+    return fits[0]
+
+
+def _factor_of_all(record: Record, reference: Reference, weights: dict[Prediction, float]) -> float:
+    """Returns what most gradients are of those that follow from weights."""
+    _, expected, _ = reference.gradients(weights)
+    sizes = {name: float(value.norm()) for name, value in expected.items()}
+    large = [name for name, size in sizes.items() if size > LEAST_SHARE * max(sizes.values())]
+    if not large:
+        return 1.0
+    return median(
+        float((record.gradients[name] * expected[name]).sum()) / sizes[name] ** 2 for name in large
+    )
