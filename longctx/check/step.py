@@ -22,6 +22,7 @@ from longctx.check.record import CheckError, Step, gather
 from longctx.check.reference import Reference
 from longctx.check.shown import fit_shown
 from longctx.check.verdict import (
+    CHOICES,
     UNEXPLAINED,
     Facts,
     Finding,
@@ -43,6 +44,7 @@ class Verdict:
         allowed: faults that the user has allowed.
         picture: one line per document whose weights are not right.
         alike: other contexts that explain the gradient of a wrong step as well.
+        choices: what is no fault, but somebody's choice.
         not_tested: what the probe could not show, with the reason.
     """
 
@@ -52,6 +54,7 @@ class Verdict:
     allowed: list[Finding] = field(default_factory=list)
     picture: list[str] = field(default_factory=list)
     alike: list[str] = field(default_factory=list)
+    choices: list[Finding] = field(default_factory=list)
     not_tested: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -70,6 +73,7 @@ class Verdict:
         else:
             allowed = ""
         faults = [str(finding) for finding in self.findings] or [f"right{allowed}"]
+        faults += [f"{choice} ({CHOICES[choice.kind]})" for choice in self.choices]
         faults += [f"or {other}, which this probe does not tell from that" for other in self.alike]
         return [f"{self.probe.name}: {fault}" for fault in faults]
 
@@ -109,6 +113,7 @@ class Report:
                 "probe": verdict.probe.name,
                 "faults": [asdict(finding) for finding in verdict.findings],
                 "allowed": [finding.kind for finding in verdict.allowed],
+                "choices": [str(choice) for choice in verdict.choices],
                 "residual": verdict.residual,
                 "alike": verdict.alike,
                 "not_tested": verdict.not_tested,
@@ -171,8 +176,10 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
         facts = Facts(record, reference, fit)
         found = list(findings(facts))
         untested = not_tested(record, reference)
-    allowed = [each for each in found if is_allowed(each, allow)]
-    left = [each for each in found if each not in allowed]
+    choices = [each for each in found if each.kind in CHOICES]
+    faults = [each for each in found if each not in choices]
+    allowed = [each for each in faults if is_allowed(each, allow)]
+    left = [each for each in faults if each not in allowed]
     if not fit.whole and not left:
         untested["the backward pass"] = "what is allowed leaves open what forward gave it"
     return Verdict(
@@ -182,5 +189,6 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
         allowed=allowed,
         picture=picture(facts),
         alike=alike,
+        choices=choices,
         not_tested=untested,
     )

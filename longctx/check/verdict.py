@@ -37,6 +37,9 @@ APART_RANKS = "gradients differ between ranks"
 SAME_DATA = "all ranks have the same documents"
 HIDDEN = "hidden states are wrong"
 REPEATED = "documents are repeated in the step"
+FILLED = "documents are repeated to fill the last batches of all ranks"
+CHOICES = {FILLED: "accelerate's even_batches, which keeps ranks in step"}
+"""Kinds that are no faults, with whose choice they are."""
 WEIGHTS = "weights of predictions differ"
 SCALE = "the loss has a wrong scale"
 BACKWARD_WRONG = "the backward pass is wrong"
@@ -207,6 +210,20 @@ class Facts:
             return self.at[number][0]
         return -1
 
+    @property
+    def fills_ranks(self) -> bool:
+        """Whether documents are repeated so that the batches of all ranks have as many."""
+        if self.record.ranks == 1:
+            return False
+        held = Counter[tuple[int, int]]()
+        for row in self.record.calls:
+            for piece in self.tokens.pieces(row.numbers):
+                held[row.rank, row.call] += self.tokens.place[piece[0]] == 0
+        sizes = set(held.values())
+        together = self.record.ranks * max(sizes)
+        missing = -len(self.documents) % together
+        return len(sizes) == 1 and 0 < held.total() - len(self.documents) == missing
+
     def split(self, numbers: Iterable[int]) -> bool:
         """Returns whether tokens are on several ranks."""
         return len({self.rank(number) for number in numbers}) > 1
@@ -292,10 +309,11 @@ MEANS: dict[str, Callable[[Facts, int], object]] = {
 
 def kinds() -> list[str]:
     """Returns the kinds of all faults that have a name."""
-    several = (NOT_FINITE, NO_GRADIENT, MISSING, APART_RANKS, SAME_DATA, HIDDEN, REPEATED, WEIGHTS)
+    of_documents = (MISSING, SAME_DATA, REPEATED, FILLED)
+    several = (NOT_FINITE, NO_GRADIENT, APART_RANKS, HIDDEN, WEIGHTS)
     of_numbers = (SCALE, OBJECTIVE_OTHER, CHANGED, BACKWARD_WRONG, LOGGED_LOSS, LOGGED_NORM)
     by_groups = [words.format(name) for words in (MEAN_OF_MEANS, WEIGHTS_BY) for name in MEANS]
-    return [*several, *of_numbers, *by_groups, *CONTEXTS, *PLACES, *EXTRA, *LOST]
+    return [*several, *of_documents, *of_numbers, *by_groups, *CONTEXTS, *PLACES, *EXTRA, *LOST]
 
 
 def words_before_colon(kind: str) -> str:
@@ -493,13 +511,16 @@ def _weights(facts: Facts) -> Iterator[Finding]:
     if facts.even(weights):
         yield from _scale(facts, sum(weights) / len(weights))
         return
-    if facts.even(
+    by_copy = [
         weight / max(1, facts.count[number + 1]) for (number, _), weight in facts.kept.items()
-    ):
-        yield Finding(
-            REPEATED,
-            facts.named(n for n, count in facts.count.items() if count > 1),
-        )
+    ]
+    if facts.even(by_copy):
+        which = facts.named(n for n, count in facts.count.items() if count > 1)
+        if not facts.fills_ranks:
+            yield Finding(REPEATED, which)
+            return
+        yield Finding(FILLED, which)
+        yield from _scale(facts, sum(by_copy) / len(by_copy))
         return
     even = dict[str, list[list[float]]]()
     for name, group_of in MEANS.items():

@@ -35,6 +35,7 @@ from longctx.cli import main
 from longctx.errors import UserError
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
 from tests.marks import slow_unless
+from tests.trainer_cases import as_rank
 from tests.workers import Workers
 
 QUICK = {
@@ -496,6 +497,20 @@ def test_what_float32_leaves_of_a_right_step() -> None:
     _, expected, _ = reference.gradients(fit.weights)
     for name, gradient in expected.items():
         assert float((record.gradients[name] - gradient).norm()) < 5e-6 * float(gradient.norm())
+
+
+def repeated_to_fill() -> list[str]:
+    """On each rank: lines on five documents on two ranks."""
+    as_rank()
+    return check_step(trainer, [SHORT]).lines()
+
+
+def test_documents_that_fill_the_batches_of_ranks_are_no_fault(workers: Workers) -> None:
+    words = "documents are repeated to fill the last batches of all ranks: document"
+    for lines in workers.run(repeated_to_fill, 2):
+        right, choice = lines
+        assert right == "documents: right" and choice.startswith(f"documents: {words}")
+        assert choice.endswith("(accelerate's even_batches, which keeps ranks in step)")
 
 
 def test_kinds_are_those_that_cases_have() -> None:
