@@ -46,7 +46,7 @@ BACKWARD_WRONG = "the backward pass is wrong"
 MEAN_OF_MEANS = "the loss is a mean of means of {}"
 WEIGHTS_BY = "weights differ by {}"
 OBJECTIVE_OTHER = "the objective is not the cross-entropy of one id for each token"
-ATTENTION = re.compile("att|mixer")
+ATTENTION = re.compile(r"att(?!\w*norm)|mixer")
 """What names of parts have that mix tokens."""
 CHANGED = "gradients are changed after backward"
 ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -169,33 +169,29 @@ class Facts:
         )
         calls = self.record.calls
         self.firsts = {ids[0] for ids in tokens.probe.documents}
-        self.starts = {
-            piece[0]
-            for row in calls
-            for piece in tokens.pieces(row.numbers)
-            if tokens.place[piece[0]]
-        }
-        self.adjacent = {
-            pair for row in calls for pair in zip(row.numbers, row.ids[1:], strict=False)
-        }
-        self.of_row = {
-            number: next(n for n in row.numbers if n >= 0)
-            for row in calls
-            for number in row.numbers
-            if number >= 0
-        }
-        wanted, kept = (
-            Counter(tokens.document[number] for number, _ in pairs)
-            for pairs in (self.wanted, self.kept)
-        )
-        self.untrained = {
-            document for document, count in wanted.items() if count > 1 and not kept[document]
-        }
+        self.starts = set[int]()
+        self.adjacent = set[Pair]()
+        for row in calls:
+            self.adjacent.update(zip(row.numbers, row.ids[1:], strict=False))
+            for piece in tokens.pieces(row.numbers):
+                if tokens.place[piece[0]]:
+                    self.starts.add(piece[0])
+        self.of_row = dict[int, int]()
+        for row in calls:
+            real = [number for number in row.numbers if number >= 0]
+            for number in real:
+                self.of_row[number] = real[0]
+        wanted = Counter(tokens.document[number] for number, _ in self.wanted)
+        kept = Counter(tokens.document[number] for number, _ in self.kept)
+        self.untrained = set[int]()
+        for document, count in wanted.items():
+            if count > 1 and not kept[document]:
+                self.untrained.add(document)
         self.reach = min((tokens.place[number] for number in self.unknown), default=0)
-        until = range(1, min(self.unknown, default=0) + 1)
-        self.edge = max(
-            (n for n in until if self.rank(n) != self.rank(n - 1)), default=len(tokens.ids)
-        )
+        self.edge = len(tokens.ids)
+        for number in range(1, min(self.unknown, default=0) + 1):
+            if self.rank(number) != self.rank(number - 1):
+                self.edge = number
 
     def id_after(self, number: int, by: int) -> int | None:
         """Returns the id so many tokens after another one of its document; None beyond its end, and
@@ -511,9 +507,9 @@ def _weights(facts: Facts) -> Iterator[Finding]:
     if facts.even(weights):
         yield from _scale(facts, sum(weights) / len(weights))
         return
-    by_copy = [
-        weight / max(1, facts.count[number + 1]) for (number, _), weight in facts.kept.items()
-    ]
+    by_copy = []
+    for (number, _), weight in facts.kept.items():
+        by_copy.append(weight / max(1, facts.count[number + 1]))
     if facts.even(by_copy):
         which = facts.named(n for n, count in facts.count.items() if count > 1)
         if not facts.fills_ranks:
@@ -522,27 +518,30 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         yield Finding(FILLED, which)
         yield from _scale(facts, sum(by_copy) / len(by_copy))
         return
+    yield from _by_groups(facts)
+
+
+def _by_groups(facts: Facts) -> Iterator[Finding]:
+    """Yields over what predictions are averaged, or with what their weights differ."""
     even = dict[str, list[list[float]]]()
     for name, group_of in MEANS.items():
         groups = defaultdict[object, list[float]](list)
         for (number, _), weight in (facts.kept | facts.extra).items():
             if number >= 0:
                 groups[group_of(facts, number)].append(weight)
-        if len(groups) > 1 and all(map(facts.even, groups.values())):
+        if len(groups) > 1 and all(facts.even(each) for each in groups.values()):
             even[name] = list(groups.values())
-    if means := next((name for name, groups in even.items() if facts.even(map(sum, groups))), None):
-        yield Finding(MEAN_OF_MEANS.format(means), f"each of {len(even[means])} counts alike")
-    elif even:
-        name, several = next(iter(even.items()))
-        yield Finding(
-            WEIGHTS_BY.format(name),
-            f"{', '.join(f'{each[0]:.3g}' for each in several[:4])} times 1/N",
-        )
-    else:
-        yield Finding(
-            WEIGHTS,
-            f"from {min(weights):.3g} to {max(weights):.3g} times 1/N",
-        )
+    for name, several in even.items():
+        if facts.even(map(sum, several)):
+            yield Finding(MEAN_OF_MEANS.format(name), f"each of {len(several)} counts alike")
+            return
+    for name, several in even.items():
+        first = ", ".join(f"{each[0]:.3g}" for each in several[:4])
+        yield Finding(WEIGHTS_BY.format(name), f"{first} times 1/N")
+        return
+    least = min(facts.kept.values())
+    most = max(facts.kept.values())
+    yield Finding(WEIGHTS, f"from {least:.3g} to {most:.3g} times 1/N")
 
 
 def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
@@ -618,34 +617,45 @@ def _after(facts: Facts) -> Iterator[Finding]:
 def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
     """Yields parameters whose gradients do not follow from the weights: what is wrong in a layer
     shows in all before it."""
+    if not gradients or (facts.reference.output is None and facts.fit.shown is None):
+        return  # all gradients were fitted at once: nothing is left to compare
     sizes = {name: float(value.norm()) for name, value in gradients.items()}
+    least = 1e-3 * largest(sizes.values())
     off = defaultdict[int, dict[str, str]](dict)
-    # With all gradients fitted at once, nothing is left to compare.
-    judged = facts.reference.output is not None or facts.fit.shown is not None
-    for name, expected in gradients.items() if judged else ():
+    for name, expected in gradients.items():
         found = facts.record.gradients[name]
-        if not float((found - expected).norm()) <= BACKWARD * max(
-            sizes[name], 1e-3 * largest(sizes.values())
-        ):
-            ratio = float((found * expected).sum()) / max(sizes[name] ** 2, 1e-300)
-            scaled = float((found - ratio * expected).norm()) < BACKWARD * float(found.norm())
-            words = "another"
-            if not found.isfinite().all():
-                words = "NaN or infinity"
-            elif not found.any():
-                words = "none"
-            elif scaled:
-                words = f"{ratio:.3g} times what it should be"
-            off[next((int(part) for part in name.split(".") if part.isdigit()), -1)][name] = words
-    if off:
-        last = max(off)
-        how = ", ".join(sorted(set(off[last].values())))
-        where = f" in layer {last}" if last >= 0 else ""
-        if len(off) > 1:
-            others = f"; {sum(map(len, off.values())) - len(off[last])} before it follow"
-        else:
-            others = ""
-        yield Finding(BACKWARD_WRONG, f"{_suffixes(off[last])}{where}: {how}{others}")
+        limit = BACKWARD * max(sizes[name], least)
+        if not float((found - expected).norm()) <= limit:
+            off[_layer(name)][name] = _compared(found, expected)
+    if not off:
+        return
+    last = max(off)
+    details = _suffixes(off[last])
+    if last >= 0:
+        details += f" in layer {last}"
+    details += ": " + ", ".join(sorted(set(off[last].values())))
+    before = sum(map(len, off.values())) - len(off[last])
+    if before:
+        details += f"; {before} before it are off, too"
+    yield Finding(BACKWARD_WRONG, details)
+
+
+def _layer(name: str) -> int:
+    """Returns the number of a parameter's layer; -1 if it is in none."""
+    for part in name.split("."):
+        if part.isdigit():
+            return int(part)
+    return -1
+
+
+def _compared(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Returns in words what a gradient is that is not the expected one."""
+    if not found.any():
+        return "none"
+    ratio = float((found * expected).sum()) / max(float(expected.norm()) ** 2, 1e-300)
+    if float((found - ratio * expected).norm()) < BACKWARD * float(found.norm()):
+        return f"{ratio:.3g} times what it should be"
+    return "another"
 
 
 def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:
