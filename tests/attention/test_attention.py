@@ -405,6 +405,15 @@ def test_messages_carry_what_a_mask_shows(
         assert len(schedule.rounds) <= min(rounds, degree - 1)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_areas_are_what_a_mask_shows(way: str) -> None:
+    mask = WAYS[way].get("mask", Mask())
+    pairs = torch.zeros(200, 200, dtype=torch.int64)
+    for area in mask.areas(0, 200):
+        pairs[area.queries, area.keys] += visible(area, torch.device("cpu"))
+    assert torch.equal(pairs, mask.visible(0, 200).long())
+
+
 @given(data=st.data(), lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4))
 @settings(max_examples=examples(60), deadline=None)
 def test_segments_of_whole_documents_are_what_a_mask_shows(

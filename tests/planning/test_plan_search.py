@@ -2,6 +2,7 @@
 shortest."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
 from longctx.planning.cost.model import score
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import Pipeline
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.planning_input import PlanningInput
-from longctx.planning.planners.search import search_in_blocks
+from longctx.planning.planners.search import refine, search_in_blocks
 from longctx.planning.planners.settings import DEFAULT
 from longctx.planning.planners.shortest_path import LimitGraph
 from rivals import RIVALS
@@ -196,6 +198,14 @@ def test_documents_take_whole_blocks_that_hold_them(request: dict[str, Any], blo
     shape = assignment.micro_batches, request["ranks"]
     assert int(tokens_on_ranks(lengths, assignment, shape).max()) <= budget
     assert score(H100, lengths, assignment, request["ranks"]).makespan_ns == makespan
+
+
+def test_finer_blocks_are_left_out_by_their_effort() -> None:
+    """It is documents times blocks, in a pipeline times micro-batches: here 8 · 4 · 2."""
+    given = PlanningInput(H100, np.array([16000] * 8), 4, 16384, pipeline=Pipeline(2))
+    thorough = replace(DEFAULT, blocks=(2, 1), good_gaps=((0, -1.0),))
+    for most, tried in ((64, 2), (63, 1)):
+        assert len(list(refine(given, replace(thorough, max_effort=most)))) == tried
 
 
 def test_a_document_that_fits_no_whole_blocks_is_planned_in_smaller_ones() -> None:
