@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils.flop_counter import FlopCounterMode
 from torchao.optim import AdamW8bit
 
 from longctx.config import ConfigError, load
@@ -30,7 +32,7 @@ from longctx.training.checks import changes_of_optimizer, check_groups
 from longctx.training.optimizer import OPTIMIZERS, learning_rate, matrices_of, set_learning_rate
 from longctx.training.optimizers import eight_bit
 from longctx.training.optimizers.eight_bit import EightBit
-from longctx.training.optimizers.muon import work_of_rank
+from longctx.training.optimizers.muon import orthogonalisation, work_of_rank
 from longctx.training.run_profile import run_profile
 from tests.marks import slow_unless
 from tests.training_cases import start, train, train_then_save, whole
@@ -417,7 +419,11 @@ def test_muon_takes_less_state_and_more_time(tmp_path: Path) -> None:
 
 
 def test_work_of_muon_counts_the_matrices_that_it_updates() -> None:
-    """Also those of routers."""
+    """Also those of routers; operations are those of torch's update."""
+    for shape_of_matrix in ((4, 6), (6, 4)):
+        with FlopCounterMode(display=False) as counted:
+            _zeropower_via_newtonschulz(torch.randn(shape_of_matrix), (1.0, 1.0, 1.0), 5, 1e-7)
+        assert orthogonalisation(shape_of_matrix) == counted.get_total_flops()
     shape = PRESETS["tiny-moe"].model_copy(update={"vocab_size": 64})
     updated = sum(parameter.numel() for parameter in matrices_of(Decoder(shape)))
     assert work_of_rank(shape.spec, 2)[1] == updated / 2
