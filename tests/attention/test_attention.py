@@ -196,6 +196,22 @@ def test_reference_kernel_gives_the_same(workers: Workers, case: Case) -> None:
         torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
 
 
+def test_sinks_of_one_rank_equal_dense_float64() -> None:
+    """Also gradients, of the sinks too."""
+    places = Placement(0, 0, 1), Placement(1, 0, 1)
+    case = Case(1, (40, 3), places, dtype=torch.float64, sink_logits=True)
+    for part, reference in zip(gather(case, [run_case(case)]), dense(case), strict=True):
+        torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_fewer_kv_heads_than_ranks_of_a_group_equal_dense_float64(workers: Workers) -> None:
+    """Two KV heads for four ranks, each with its own sinks."""
+    case = replace(MIXED, heads=8, ulysses_degree=4, sink_logits=True, dtype=torch.float64)
+    found = gather(case, workers.run(run_case, case.ranks, case))
+    for part, reference in zip(found, dense(case), strict=True):
+        torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
+
+
 LONG_RING = Case(6, (700,), (Placement(0, 0, 6),), exchange_rounds=5)
 WAYS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -507,6 +523,7 @@ FITS = torch.zeros(4, 2, 8)
             FITS,
             "the same number of tokens and heads, .* same head size",
         ),
+        (FITS, FITS, torch.zeros(4, 1, 8), "the same number of tokens and heads"),
         (FITS[None], FITS, FITS, r"\[tokens, heads, head_dim\]"),
         (FITS, FITS.bfloat16(), FITS, "share dtype and device"),
         (FITS[1:], FITS[1:], FITS[1:], "q has 3 tokens, but the layout .* has 4"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from longctx.attention.exchange import Exchange
-from longctx.attention.ulysses import HeadSwap
+from longctx.attention.ulysses import HeadSwap, _repeated
 from longctx.planning.cost.ulysses import swaps_heads, ulysses_degrees
 from longctx.planning.layout import Layout, Placement
 
@@ -28,6 +28,13 @@ def test_a_group_has_its_rows_in_order_of_position(is_reversed: bool) -> None:
         sent = [torch.arange(*span) for part in parts for span in (part.head, part.tail)]
         positions = torch.cat(sent)[swap.order]
         assert torch.equal(positions, positions.sort().values), f"rank {rank}"
+
+
+def test_copies_of_a_head_are_neighbours() -> None:
+    """Each rank of a group gets those that its queries see."""
+    heads = torch.arange(3).view(1, 3, 1).expand(5, 3, 2)
+    assert _repeated(heads, 2)[0, :, 0].tolist() == [0, 0, 1, 1, 2, 2]
+    assert _repeated(heads, 1) is heads
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,11 @@ def test_only_control_has_gloo_on_gpus(
     assert len(made) == 2 + 1 + 4 + 4
     assert timed == dict.fromkeys(("dp_cp", "tp"), timedelta(seconds=7))
     assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
+    # Four stages of two tensor ranks: the ends are the first and the last one, and tokens are
+    # summed over tensor ranks too.
+    groups = mesh.make_groups(device, tensor=2, pipeline=4)
+    assert (groups.pipeline, groups.ends) == ("group of [1, 3, 5, 7]", "group of [1, 7]")
+    assert (groups.exchange, groups.tokens) == ("group of [1]", "group of [0, 1]")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
