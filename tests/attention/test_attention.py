@@ -523,13 +523,13 @@ FITS = torch.zeros(4, 2, 8)
             FITS,
             "the same number of tokens and heads, .* same head size",
         ),
-        (FITS, FITS, torch.zeros(4, 1, 8), "the same number of tokens and heads"),
         (FITS[None], FITS, FITS, r"\[tokens, heads, head_dim\]"),
         (FITS, FITS.bfloat16(), FITS, "share dtype and device"),
         (FITS[1:], FITS[1:], FITS[1:], "q has 3 tokens, but the layout .* has 4"),
         (FITS, torch.zeros(4, 8, 2).mT, FITS, r"call \.contiguous\(\)"),
         (FITS[:, :, :0], FITS[:, :, :0], FITS, "a head size of 1 or more"),
         (FITS.int(), FITS.int(), FITS.int(), "floating-point"),
+        (FITS, FITS, torch.zeros(4, 1, 8), "the same number of tokens and heads"),
     ],
 )
 def test_inputs_that_do_not_fit(
