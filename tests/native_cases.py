@@ -1,6 +1,7 @@
 """Checkpoints of transformers that the native decoder runs, and one step of the trainer on them,
 over several ranks that split matrices or layers."""
 
+import math
 from typing import Any
 
 import torch
@@ -44,7 +45,11 @@ CASES: dict[str, Case] = {
     "linear": ("llama", scaled("linear"), {"rope_scaling": "linear", "rope_factor": 4.0}),
     "YaRN": (
         "llama",
-        scaled("yarn", original_max_position_embeddings=FIRST),
+        scaled(
+            "yarn",
+            original_max_position_embeddings=FIRST,
+            attention_factor=0.1 * math.log(4.0) + 1,
+        ),
         {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": FIRST},
     ),
     "Qwen 2": (

@@ -409,16 +409,20 @@ def gathered_blocks_in_a_pipeline(store: Path, run: Path, settings: list[str]) -
     return counted_after(trainer, ["backward_one_chunk"], lambda _: gathered(blocks))
 
 
-def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[int]:
-    """How many blocks are gathered when each micro-batch of a step begins."""
-    trainer, counts = start(store, run, settings), list[int]()
+def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[list[int]]:
+    """How many blocks are gathered when each micro-batch of two steps begins."""
+    trainer, counts = start(store, run, settings), list[list[int]]()
     original = trainer.runner.inputs
-    trainer.runner.inputs = lambda *given: (
-        counts.append(gathered(trainer.model.layers)),
-        original(*given),
-    )[1]
+
+    def inputs(*given: Any) -> Any:
+        counts[-1].append(gathered(trainer.model.layers))
+        return original(*given)
+
+    trainer.runner.inputs = inputs
     with trainer.loader:
-        trainer.step()
+        for _ in range(2):
+            counts.append([])
+            trainer.step()
     return counts
 
 

@@ -318,9 +318,7 @@ def _check_arguments(base: Any, given: dict[str, Any]) -> None:
             f"{', '.join(FIELDS)}"
         )
     if not isinstance(ids, torch.Tensor):
-        raise TrainerError(
-            f"input_ids is a {type(ids).__name__}: return a tensor of [rows, tokens]"
-        )
+        raise TrainerError(f"input_ids is a {type(ids).__name__}: pass a tensor of [rows, tokens]")
 
 
 def _by_name(own: Any, base: Any, arguments: Any, named: Any) -> dict[str, Any]:

@@ -196,6 +196,22 @@ def test_reference_kernel_gives_the_same(workers: Workers, case: Case) -> None:
         torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
 
 
+def test_sinks_of_one_rank_equal_dense_float64() -> None:
+    """Also gradients, of the sinks too."""
+    places = Placement(0, 0, 1), Placement(1, 0, 1)
+    case = Case(1, (40, 3), places, dtype=torch.float64, sink_logits=True)
+    for part, reference in zip(gather(case, [run_case(case)]), dense(case), strict=True):
+        torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_fewer_kv_heads_than_ranks_of_a_group_equal_dense_float64(workers: Workers) -> None:
+    """Two KV heads for four ranks, each with its own sinks."""
+    case = replace(MIXED, heads=8, ulysses_degree=4, sink_logits=True, dtype=torch.float64)
+    found = gather(case, workers.run(run_case, case.ranks, case))
+    for part, reference in zip(found, dense(case), strict=True):
+        torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
+
+
 LONG_RING = Case(6, (700,), (Placement(0, 0, 6),), exchange_rounds=5)
 WAYS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -405,6 +421,15 @@ def test_messages_carry_what_a_mask_shows(
         assert len(schedule.rounds) <= min(rounds, degree - 1)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_areas_are_what_a_mask_shows(way: str) -> None:
+    mask = WAYS[way].get("mask", Mask())
+    pairs = torch.zeros(200, 200, dtype=torch.int64)
+    for area in mask.areas(0, 200):
+        pairs[area.queries, area.keys] += visible(area, torch.device("cpu"))
+    assert torch.equal(pairs, mask.visible(0, 200).long())
+
+
 @given(data=st.data(), lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4))
 @settings(max_examples=examples(60), deadline=None)
 def test_segments_of_whole_documents_are_what_a_mask_shows(
@@ -504,6 +529,7 @@ FITS = torch.zeros(4, 2, 8)
         (FITS, torch.zeros(4, 8, 2).mT, FITS, r"call \.contiguous\(\)"),
         (FITS[:, :, :0], FITS[:, :, :0], FITS, "a head size of 1 or more"),
         (FITS.int(), FITS.int(), FITS.int(), "floating-point"),
+        (FITS, FITS, torch.zeros(4, 1, 8), "the same number of tokens and heads"),
     ],
 )
 def test_inputs_that_do_not_fit(

@@ -61,6 +61,19 @@ def test_hops_beside_keep_their_place(posted: list[int]) -> None:
     end(), other_end()
 
 
+def test_batches_are_posted_in_the_order_of_all_ranks(
+    posted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order of the messages is: two ranks would wait for each other."""
+    monkeypatch.setattr("longctx.attention.exchange.OPERATIONS_PER_BATCH", 4)
+    one = Exchange(None, "a test")
+    assert one.route(1).order < one.route(2).order
+    for peers in ((1, 2), (2, 1)):
+        posted.clear()
+        one.start([(peer, torch.zeros(1, 1)) for peer in peers], torch.zeros(0, 1), [])
+        assert posted == [1, 2]
+
+
 def test_the_end_of_hops_beside_raises_what_they_raised(posted: list[int]) -> None:
     exchange = Exchange(None, "a test")
     end = exchange.beside(lambda: send(exchange, 3), CPU)

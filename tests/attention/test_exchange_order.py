@@ -154,6 +154,9 @@ def test_messages_between_nodes_do_not_wait_for_those_inside() -> None:
         assert first[:2] == [None, ACROSS], f"rank {rank}"
         # A second hop leaves beside the next first hop, also in backward.
         assert len([batch for batch in posted if batch.group == ACROSS]) >= 6
+    # With one rank in each node there are none inside.
+    schedule = RingSchedule.build(case.layout(0), ranks_per_node=1)
+    assert len(schedule.rounds) == 2
 
 
 def test_a_ring_of_64_ranks_has_two_rounds() -> None:

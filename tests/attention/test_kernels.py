@@ -19,6 +19,16 @@ def bands() -> st.SearchStrategy[tuple[int | None, int | None]]:
     )
 
 
+def test_queries_that_see_no_key_have_gradients_of_zero() -> None:
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    segments, kernel = [Segment(0, 4, 0, 4, hi=-2)], KERNELS["reference"]
+    out, lse = kernel.forward(x, x, x, segments, Options(0.7))
+    gradients = kernel.backward(x, x, x, x, out, lse, segments, Options(0.7))
+    for each in (out, *gradients):
+        assert each.isfinite().all() and each.any()
+    assert not out[:2].any() and not gradients[0][:2].any() and lse[:2].isneginf().all()
+
+
 @given(
     band=bands(),
     queries=st.integers(1, 9),

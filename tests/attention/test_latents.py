@@ -19,13 +19,14 @@ from longctx.attention.ring import RingAttention
 from longctx.config import load
 from longctx.config.problems import ConfigError
 from longctx.hf.attention import HuggingFaceError, prepare, replace_attention
-from longctx.hf.latents import Latents, latents_of
+from longctx.hf.latents import Latents, has_latents, latents_of
 from longctx.hf.spec import spec_of
 from longctx.model.compilation import compile_blocks
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_LATENT, Matrix, ModelSpec
 from longctx.planning.cost.work import work_of
 from longctx.planning.layout import Layout, Placement
+from longctx.trainers.prepared import prepared
 from longctx.training.run_profile import read_described
 from tests.huggingface_cases import SPECIAL, build_model
 from tests.latent_cases import DENSE, Case, expected, first_micro_batch, placements, run_step, steps
@@ -152,6 +153,17 @@ def test_adapters_that_drop_at_random_send_keys(workers: Workers) -> None:
         bytes_of([found[number] for found in by_rank]) for number in range(3)
     )
     assert dropping == keys > latents
+
+
+def test_a_plain_call_of_a_prepared_model_leaves_its_latents() -> None:
+    """They are sent in the next step as before."""
+    model = build_model("deepseek_v3", "eager")
+    layers = [layer for layer in model.modules() if has_latents(layer)]
+    with prepared(model):
+        for _ in range(2):
+            assert all(isinstance(layer.expand_kv, Latents) for layer in layers)
+            model(torch.ones(1, 4, dtype=torch.int64))
+    assert layers and not any(isinstance(layer.expand_kv, Latents) for layer in layers)
 
 
 def as_fsdp_1_does(projection: torch.nn.Linear) -> None:

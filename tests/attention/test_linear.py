@@ -107,6 +107,14 @@ def test_accuracy_of_strong_decays() -> None:
     assert (found[0] - found[1]).norm() / found[1].norm() < 2e-6
 
 
+def test_a_convolution_in_float32_returns_the_type_of_its_input() -> None:
+    recurrence = Recurrence(Layout.of([Placement(0, 0, 1)], [5], 0, 0))
+    x = torch.randn(5, 3).bfloat16()
+    weight = torch.randn(3, 2)
+    exact = recurrence.convolve(x.float(), weight, None)
+    assert torch.equal(recurrence.convolve(x, weight, None), exact.bfloat16())
+
+
 def test_a_rank_that_only_sends_waits_for_gradients(workers: Workers) -> None:
     """The first of two tokens is on another rank than the second, which alone uses the state."""
     check(workers, Case(2, (2,), (Placement(0, 0, 2),)), 1, "delta")

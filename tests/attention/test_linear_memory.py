@@ -59,8 +59,18 @@ class Exponential(nn.Linear):
         return (self.weight * x).exp()
 
 
+class OfOpposite(nn.Linear):
+    """Keeps its output, and the factor of a trained weight."""
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return (self.weight * -x).exp()
+
+
 def test_what_a_layer_keeps_and_needs_in_backward_is_counted() -> None:
     assert linear_costs(Exponential(1, 1).requires_grad_(False), Exponential, 8)[:2] == (
         8 * 4,
         3 * 8 * 4,
     )
+    for is_trained, kept in ((True, 2 * 8 * 4), (False, 8 * 4)):
+        layer = OfOpposite(1, 1).requires_grad_(is_trained)
+        assert linear_costs(layer, OfOpposite, 8).kept == kept

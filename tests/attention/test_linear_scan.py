@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bench.linear import Counting
 from longctx.attention.linear.affine import Lanes, Maps, scan
+from longctx.attention.linear.scan import _without_autocast
 from tests.marks import examples
 
 K_DIM, V_DIM, ROWS, HEADS = 3, 2, 4, 2
@@ -86,6 +87,16 @@ def test_any_lanes_equal_a_loop(
         strict=True,
     ):
         assert (one - other).norm() <= 1e-10 * other.norm()
+
+
+def test_autocast_does_not_reach_the_scan() -> None:
+    a = torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (a @ a).dtype == torch.bfloat16
+        with _without_autocast("cpu"):
+            assert (a @ a).dtype == torch.float32
+        with _without_autocast("meta"):
+            pass
 
 
 @pytest.mark.parametrize("factors", [True, False])

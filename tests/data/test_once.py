@@ -319,7 +319,7 @@ def test_a_pointer_is_no_document(tmp_path: Path, ending: str, command: str) -> 
         with pytest.raises(
             CorpusError, match=f"a file is a pointer of .*: get the data with `{command}`"
         ):
-            read(tmp_path / f"0.{ending}", **options)
+            open_corpus(str(tmp_path / f"0.{ending}"), **options)  # before anything is read
 
 
 def test_one_pointer_among_data_is_refused(source: Path) -> None:
@@ -334,6 +334,13 @@ def test_one_pointer_among_data_is_refused(source: Path) -> None:
     (source / "b.jsonl").unlink()
     (source / "about.md").write_text("A pointer begins with\n" + POINTERS["git lfs pull"], "utf-8")
     assert len(read(source)) == 3, "a text on pointers is a text"
+
+
+def test_a_pointer_beside_an_index_is_refused(source: Path) -> None:
+    (source / "c.idx").write_bytes(b"MMIDIDX\x00\x00")
+    (source / "c.bin").write_text(POINTERS["git lfs pull"], "utf-8")
+    with pytest.raises(CorpusError, match=r"a file is a pointer of Git LFS, .*c\.bin"):
+        open_corpus(str(source / "c.idx"))
 
 
 def test_pointers_beside_their_data_are_no_data(source: Path) -> None:

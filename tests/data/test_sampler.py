@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.data.sampler import Piece, Sampler, SamplerError
+from longctx.data.sampler import MOST_PIECES, Piece, Sampler, SamplerError
 from longctx.data.store.store import Lengths
 
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=25)
@@ -139,6 +139,13 @@ def test_conversations_are_not_cut_unless_that_is_asked_for() -> None:
     assert conversations(**some, long_documents=None, left_out=held).pieces == 4, (
         "what is held out does not count"
     )
+
+
+def test_a_step_may_have_as_many_documents_as_are_said() -> None:
+    most = 2 * MOST_PIECES
+    assert sampler([2] * 129, global_tokens=most).pieces == 129
+    with pytest.raises(SamplerError, match="would have more than 131,072 of them"):
+        sampler([2] * 129, global_tokens=most + 1)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,21 @@
 import json
 import math
 import shutil
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from longctx.cli import main
+from longctx.commands.eval import _report
 from longctx.config import load
 from longctx.data.records.tokenizer import Tokenizer
 from longctx.data.store.store import Store
-from longctx.evaluation.loss import LossPart
+from longctx.evaluation.loss import BUCKETS, LossPart, _parts
 from longctx.evaluation.target import Target
 from tests import launched
 from tests.evaluation_cases import (
@@ -267,7 +271,9 @@ def test_damaged_checkpoints_are_told_or_refused(
     assert "move it away to evaluate an earlier checkpoint" in capfd.readouterr().err
 
 
-def test_another_tokenizer_is_told(store: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_told(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The store's may end documents with a token of its own choice."""
     known = Store.open(store).tokenizer
     text = known.text.replace(known.end_of_document_token, "the end")
@@ -275,8 +281,37 @@ def test_another_tokenizer_is_told(store: Path, tmp_path: Path) -> None:
     target = Target(str(tmp_path), load(None, []), None)
     assert not target.other_tokenizer(Tokenizer(text, "the end"))
     changed = json.loads(text) | {"normalizer": {"type": "Lowercase"}}
-    said = target.other_tokenizer(Tokenizer(json.dumps(changed), "the end"))
+    other = Tokenizer(json.dumps(changed), "the end")
+    said = target.other_tokenizer(other)
     assert "the store was made with another tokenizer than" in said
+    of_store = SimpleNamespace(tokenizer=other, description="a store", fingerprint="0")
+    documents: Any = SimpleNamespace(store=of_store, max_length=8)
+    report: Any = SimpleNamespace(as_json=dict)
+    _report(Namespace(json=True), target, documents, report, ranks=1)
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_has_the_entries_of_its_training(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With new tokens those of its tokenizer."""
+    shutil.copy(store / "tokenizer.json", tmp_path)
+    saved: Any = SimpleNamespace(state={"model": {"vocab_size": 50}})
+    for checkpoint, new_tokens, entries in (
+        (saved, None, 50),
+        (None, None, None),
+        (None, ["<image>"], Store.open(store).tokenizer.vocab_size),
+    ):
+        settings: Any = SimpleNamespace(new_tokens=new_tokens)
+        config: Any = SimpleNamespace(model=settings, model_source=lambda entries: entries)
+        assert Target(str(tmp_path), config, checkpoint).source == entries
+
+
+def test_documents_without_a_prediction_are_counted() -> None:
+    """Those of a single token."""
+    documents = [3] + [0] * (BUCKETS - 1)
+    (part,) = _parts(torch.zeros(BUCKETS), [0] * BUCKETS, documents)
+    assert (part.documents, part.tokens) == (3, 0) and math.isnan(part.loss)
 
 
 def test_perplexity_of_a_hopeless_model_is_no_error() -> None:

@@ -20,6 +20,7 @@ from longctx.hf.attention import (
     model_inputs,
     prepare,
 )
+from longctx.hf.spec import spec_of
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import (
@@ -97,6 +98,23 @@ def test_autocast_reaches_the_attention() -> None:
         ids = make_documents((16,))[0].unsqueeze(0)
         plain = model(input_ids=ids, labels=ids, use_cache=False).loss
     assert packed.item() == pytest.approx(plain.item(), abs=0.02)
+
+
+def test_all_experts_of_a_token_are_the_width_of_its_mlp() -> None:
+    model = build_model("deepseek_v3", "eager")
+    dense, sparse = spec_of(model, model.get_decoder().layers).layers
+    assert (dense.intermediate_size, sparse.intermediate_size) == (48, 2 * 16)
+
+
+def test_a_model_that_keeps_its_attention_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parts may have changed to ours."""
+    model, asked = build_model("llama", "eager"), list[Any]()
+    monkeypatch.setattr(model, "set_attn_implementation", asked.append)
+    with pytest.raises(HuggingFaceError, match="computes attention itself"):
+        prepare(model)
+    assert asked == ["longctx", "eager"]
 
 
 def test_a_model_can_change_to_it_and_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 are packed and split."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from longctx.data.packing import pack_documents
 from longctx.hf import exactness
 from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
-from longctx.hf.exactness import longest_exact
+from longctx.hf.exactness import Probe, longest_exact
 from tests.data_cases import placed_plan
 from tests.family_cases import build
 from tests.huggingface_cases import (
@@ -109,6 +110,32 @@ def with_row_number(_module: nn.Module, _inputs: Any, out: torch.Tensor) -> torc
 def with_mean_loss(_module: nn.Module, _inputs: Any, out: Any) -> Any:
     out.loss = None if out.loss is None else out.loss + 0.01
     return out
+
+
+def with_loss_of_all_labels(
+    _module: nn.Module, _inputs: Any, arguments: dict[str, Any], out: Any
+) -> Any:
+    if out.loss is not None:
+        labels = arguments["shift_labels"][0].clamp(min=0)
+        total = nn.functional.cross_entropy(out.logits[0].float(), labels, reduction="sum")
+        out.loss = total / arguments["num_items_in_batch"]
+    return out
+
+
+def test_a_loss_that_counts_ignored_labels_is_refused() -> None:
+    model = build_model("llama", "sdpa")
+    model.register_forward_hook(with_loss_of_all_labels, with_kwargs=True)
+    with pytest.raises(HuggingFaceError, match="does not compute its loss as the sum"):
+        prepare(model)
+
+
+@pytest.mark.parametrize("changed", [1.01, torch.nan])
+def test_each_row_is_compared_by_its_own_size(changed: float) -> None:
+    probe: Any = SimpleNamespace(tolerance=1e-3)
+    rows = torch.tensor([[1e6, 0.0], [1.0, 0.0]])
+    others = rows * torch.tensor([[1.0], [changed]])
+    assert not Probe.differ(probe, [rows], [rows.clone()])
+    assert Probe.differ(probe, [rows], [others])
 
 
 @pytest.mark.parametrize(

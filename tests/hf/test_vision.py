@@ -3,6 +3,7 @@ code does."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from longctx.config import load
 from longctx.data.store.prepare import prepare
 from longctx.errors import UserError
 from longctx.hf.lora import find_targets
-from longctx.hf.vision import VISION_FAMILIES, class_of, text_model, tower_blocks, tower_sizes
+from longctx.hf.vision import (
+    VISION_FAMILIES,
+    ImagePlace,
+    class_of,
+    image_positions,
+    text_model,
+    tower_blocks,
+    tower_sizes,
+)
 from longctx.own_files import LIST
 from longctx.training.saved.export import how_to_load
 from tests import launched, pretrained_cases
@@ -55,6 +64,31 @@ def test_a_step_on_texts_is_that_of_single_documents(
 ) -> None:
     folder = save_model(tmp_path / "model", family)
     assert_step(workers.run(pretrained_cases.step, 2, folder, []), reference(folder))
+
+
+def test_pairs_of_frames_side_by_side_are_one_video() -> None:
+    """Not an image before them, nor what follows a token of text."""
+    asked: list[Any] = []
+
+    def get_rope_index(tokens: torch.Tensor, *given: Any, **more: Any) -> Any:
+        asked.extend([*given, more])
+        return tokens.unsqueeze(0), None
+
+    config = SimpleNamespace(vision_config=SimpleNamespace(temporal_patch_size=2))
+    model: Any = SimpleNamespace(
+        base_model=SimpleNamespace(get_rope_index=get_rope_index), config=config
+    )
+    places = [
+        ImagePlace(0, 2, (1, 4, 2)),
+        ImagePlace(2, 2, (1, 4, 2), fps=4.0),
+        ImagePlace(4, 2, (1, 4, 2), fps=4.0),
+        ImagePlace(7, 2, (1, 4, 2), fps=4.0),
+    ]
+    image_positions(model, 9, places)
+    kinds, images, videos, more = asked
+    assert kinds.tolist() == [[1, 1, 2, 2, 2, 2, 0, 2, 2]]
+    assert images.tolist() == [[1, 4, 2]] and videos.tolist() == [[2, 4, 2], [1, 4, 2]]
+    assert more["second_per_grid_ts"].tolist() == [0.5, 0.5]
 
 
 TEXTS_ALONE = (

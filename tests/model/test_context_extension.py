@@ -1,12 +1,14 @@
 """Another RoPE for a checkpoint: the same logits as transformers with that RoPE in its config."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers
 
 from longctx.config import ConfigError, load
+from longctx.model.context_extension import _rotated_dim
 from tests.huggingface_cases import build_model
 from tests.marks import slow_unless
 from tests.pretrained_cases import largest_error, reference, step
@@ -212,6 +214,13 @@ def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
     )
     assert changed.rope_parameters["full_attention"]["factor"] == 8.0
     assert changed.max_position_embeddings == 8 * plain.max_position_embeddings
+
+
+def test_the_rotated_part_of_a_head() -> None:
+    sizes = SimpleNamespace(hidden_size=96, num_attention_heads=4)
+    assert _rotated_dim(sizes, {}) == 24
+    sizes.head_dim = 16
+    assert _rotated_dim(sizes, {"partial_rotary_factor": 0.25}) == 4
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from longctx.config import ConfigError, load
 from longctx.memory.loads import Load
 from longctx.memory.model import estimate
 from longctx.model import experts
-from longctx.model.balance import RowDocuments
+from longctx.model.balance import RouterWatch, RowDocuments, _losses
 from longctx.model.experts import Experts, SparseMLP
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel import expert
@@ -434,6 +434,16 @@ def test_losses_are_those_of_the_papers(scores: str) -> None:
     assert watch.losses is not None and watch.counts is not None
     torch.testing.assert_close(watch.losses, torch.stack([document_loss, z_loss]).detach())
     assert watch.counts.tolist() == torch.bincount(chosen[:13].flatten(), minlength=6).tolist()
+
+
+def test_losses_of_16_bit_logits_are_computed_in_float32() -> None:
+    logits = torch.randn(6, 4).bfloat16()
+    documents = RowDocuments(torch.zeros(6, dtype=torch.int64), torch.tensor([6.0]), 0, 6)
+    watch, shares = RouterWatch(4, 2, "softmax"), torch.tensor([[5.0, 3.0, 3.0, 1.0]])
+    found, wanted = (
+        _losses(each, documents.rows, shares, documents, watch) for each in (logits, logits.float())
+    )
+    assert found.dtype == torch.float32 and torch.equal(found, wanted)
 
 
 def test_losses_are_the_same_however_documents_are_cut(workers: Workers) -> None:

@@ -11,9 +11,10 @@ from longctx.attention import reference_attention
 from longctx.config import load
 from longctx.config.settings import OptimizerSection
 from longctx.hf.source import NewDecoder
-from longctx.model.decoder import Decoder, Embedding
+from longctx.model.decoder import Decoder, Embedding, rows_of
 from longctx.model.families import expressed
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.protocol import differences_but_rope
 from longctx.model.rope import Rope, rotate
 from longctx.training.checks import check_model
 from longctx.training.data import RunData
@@ -115,11 +116,35 @@ def test_presets_have_published_sizes(
     shape = PRESETS[name].model_copy(update={"vocab_size": vocabulary})
     assert (shape.num_hidden_layers, shape.num_attention_heads) == (layers, heads)
     assert (shape.num_key_value_heads, shape.head_dim) == (kv_heads, head_dim)
+    assert shape.rms_norm_eps == (1e-6 if name.startswith("qwen3") else 1e-5)
     if family is None:
         assert 0 < parameters - shape.spec.parameters < 5e-4 * parameters
     else:
         assert shape.spec.parameters == parameters
         assert expressed(shape, longest=1)[0].kind == family
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_own"),
+    [
+        ("cpu", torch.bfloat16, True),
+        ("cpu", torch.float32, False),
+        ("meta", torch.bfloat16, False),
+    ],
+)
+def test_only_bfloat16_on_the_cpu_has_gradients_of_its_own(
+    device: str, dtype: torch.dtype, is_own: bool
+) -> None:
+    weight = torch.zeros(4, 2, dtype=dtype, device=device, requires_grad=True)
+    rows = rows_of(weight, torch.zeros(3, dtype=torch.int64, device=device))
+    assert rows.grad_fn is not None
+    assert (rows.grad_fn.name() != "EmbeddingBackward0") == is_own
+
+
+def test_a_limit_of_positions_changes_with_rope_alone() -> None:
+    limit, rope = "max_position_embeddings is 8, not 4", "rope_theta is 2, not 1"
+    assert differences_but_rope([limit]) == [limit]
+    assert differences_but_rope([limit, rope]) == []
 
 
 def test_lengths_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

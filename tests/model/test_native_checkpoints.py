@@ -286,3 +286,6 @@ def test_families_of_new_models(options: dict[str, Any], kind: str) -> None:
     family, config = expressed(shape, longest=64, end=7)
     assert family.kind == kind and family.shape(config) == canonical(shape)
     assert config.eos_token_id == 7 and config.max_position_embeddings == 64
+    if kind == "llama":
+        config.head_dim = None  # as in configs of older models
+        assert family.shape(config).head_dim == shape.hidden_size // shape.num_attention_heads

@@ -64,13 +64,22 @@ def test_only_control_has_gloo_on_gpus(
     """Eight ranks, two stages: two groups of the exchange, with high priority on GPUs, four of
     stages and four of ends."""
     made: list[tuple[list[int] | None, dict[str, Any]]] = []
+    timed: dict[str, timedelta] = {}
 
     def new_group(ranks: list[int] | None = None, **options: Any) -> str:
         made.append((ranks, options))
         return f"group of {ranks}"
 
-    monkeypatch.setattr(mesh, "DeviceMesh", MagicMock())
-    monkeypatch.setattr(mesh, "SET_TIMEOUT", lambda timeout, group: None)
+    def axis(name: str) -> MagicMock:
+        return MagicMock(**{"get_group.return_value": name, "get_all_groups.return_value": [name]})
+
+    def set_timeout(timeout: timedelta, group: str) -> None:
+        timed[group] = timeout
+
+    meshes = MagicMock()
+    meshes.return_value.__getitem__.side_effect = axis
+    monkeypatch.setattr(mesh, "DeviceMesh", meshes)
+    monkeypatch.setattr(mesh, "SET_TIMEOUT", set_timeout)
     monkeypatch.setattr(mesh, "warm_up", lambda group, device: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -93,7 +102,13 @@ def test_only_control_has_gloo_on_gpus(
     )
     assert all(options["timeout"] == timedelta(seconds=7) for _, options in made)
     assert len(made) == 2 + 1 + 4 + 4
+    assert timed == dict.fromkeys(("dp_cp", "tp"), timedelta(seconds=7))
     assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
+    # Four stages of two tensor ranks: the ends are the first and the last one, and tokens are
+    # summed over tensor ranks too.
+    groups = mesh.make_groups(device, tensor=2, pipeline=4)
+    assert (groups.pipeline, groups.ends) == ("group of [1, 3, 5, 7]", "group of [1, 7]")
+    assert (groups.exchange, groups.tokens) == ("group of [1]", "group of [0, 1]")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -102,8 +102,12 @@ def test_positions_of_all_if_all_live() -> None:
         )
 
 
-def test_a_process_without_progress_says_where_all_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with three(timeout_s=0.8) as peers:
+def test_a_process_without_progress_says_where_all_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Well before its messages time out."""
+    monkeypatch.setattr("longctx.parallel.peers.STUCK_SHARE", 0.02)
+    with three(timeout_s=32.0) as peers:
         places = iter(range(100))
         peers[0].position = lambda: f"step {next(places)}"
         time.sleep(1.2)

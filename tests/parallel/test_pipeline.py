@@ -3,12 +3,16 @@ compares their losses."""
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from longctx.config import load
 from longctx.model.presets import PRESETS
+from longctx.parallel.pipeline import PipelineRun, Stage
 from longctx.planning.cost.work import split_layers
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.objective import StepWeights
@@ -118,6 +122,50 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
     assert len(given.tokens) == len(given.positions) == 0
     assert given.attention.device == given.tokens.device == torch.device("meta")
     assert given.attention.kernel == "reference"
+
+
+def test_tensor_ranks_receive_their_share_of_the_rows() -> None:
+    """Messages have room for the largest micro-batch; this one has 6 tokens for 2 ranks."""
+    seen: list[torch.Tensor] = []
+
+    def run(layers: Any, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        seen.append(x)
+        return x + 1
+
+    spec = SimpleNamespace(layers=range(3), tie_word_embeddings=False)
+    layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))
+    model: Any = SimpleNamespace(run=run, embed=None, layers=layers, spec=spec)
+    stage = Stage(model, 1, range(1, 2))
+    mine: Any = SimpleNamespace(
+        tokens=torch.zeros(6), positions=None, attention=None, head=None, documents=None
+    )
+    stage.inputs = lambda number: mine
+    stage.micro_batch, stage.wire_rows, stage.tensor_ranks = 0, 8, 2
+    hidden = torch.arange(8.0)[:, None]
+    sent = stage(hidden)
+    assert torch.equal(seen[0], hidden[:3])
+    assert sent[:, 0].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+
+
+def test_a_tied_gradient_is_summed_over_first_and_last_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stages between them have no embedding, and take no part."""
+    gradient = MagicMock()
+    gradient.to_local.return_value = torch.tensor([1.0, 2.0])
+    monkeypatch.setattr("longctx.parallel.pipeline.DTensor", MagicMock)
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda total, group: total.mul_({"ends": 10, "stages": 100}[group])
+    )
+    run: Any = SimpleNamespace(
+        mesh=SimpleNamespace(ends="ends", pipeline="stages", device=torch.device("cpu")),
+        model=SimpleNamespace(
+            spec=SimpleNamespace(tie_word_embeddings=True),
+            embed_tokens=SimpleNamespace(weight=SimpleNamespace(grad=gradient)),
+        ),
+    )
+    PipelineRun._add_up_tied_gradient(run)
+    assert gradient.to_local().tolist() == [10, 20]
 
 
 def test_stages_by_cost() -> None:

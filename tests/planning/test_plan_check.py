@@ -110,7 +110,7 @@ def request(**change: Any) -> dict[str, Any]:
             "document 1 has 200 tokens, but degree 1 of its bin holds at most 128: raise .* to 2, "
             "or tokens_per_rank to 200",
         ),
-        ({"mode": "bins", "bins": {200: 5}}, "bin 200 has degree 5: must be in 1..4"),
+        ({"mode": "bins", "bins": {100: 1, 200: 5}}, "bin 200 has degree 5: must be in 1..4"),
         ({"mode": "bins", "bins": {}}, "the table must not be empty"),
         (
             {"lengths": [600, 901, 700]},

@@ -211,6 +211,19 @@ def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None
     assert step_bound_ns(slow, lengths, 64, 8192) / 1e9 < fixed + alone / 1e9 < tight - 0.4
     # Which counts neither waits nor the price of rounds.
     assert tight <= plan.makespan_s < 1.02 * tight
+    # Where links in a node are slow too, the ring waits for long, but has no token to spare.
+    slower = replace(
+        H100,
+        intra_node_bytes_per_s=H100.intra_node_bytes_per_s / 64,
+        inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 256,
+    )
+    ring, others = (
+        int(document_bound_ns(slower, lengths[row], np.array([degree]), 8192).min())
+        for row, degree in ((0, 8), (1, 1))
+    )
+    left = 400 - 56 * 8192 // 2000
+    tight = tight_step_bound_ns(slower, lengths, 64, 8192) / 1e9
+    assert tight >= fixed + (ring + (left - 3) * others / 64) / 1e9
 
 
 def test_the_tight_bound_of_one_document_is_nearly_its_best_degree() -> None:

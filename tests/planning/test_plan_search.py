@@ -2,6 +2,7 @@
 shortest."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
 from longctx.planning.cost.model import score
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import Pipeline
+from longctx.planning.planners.bins import derived_degrees
+from longctx.planning.planners.degree_table import DegreeTable, _degrees
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.planning_input import PlanningInput
-from longctx.planning.planners.search import search_in_blocks
+from longctx.planning.planners.search import refine, search_in_blocks
 from longctx.planning.planners.settings import DEFAULT
 from longctx.planning.planners.shortest_path import LimitGraph
 from rivals import RIVALS
@@ -198,6 +202,36 @@ def test_documents_take_whole_blocks_that_hold_them(request: dict[str, Any], blo
     assert score(H100, lengths, assignment, request["ranks"]).makespan_ns == makespan
 
 
+def test_finer_blocks_are_left_out_by_their_effort() -> None:
+    """It is documents times blocks, in a pipeline times micro-batches: here 8 · 4 · 2."""
+    given = PlanningInput(H100, np.array([16000] * 8), 4, 16384, pipeline=Pipeline(2))
+    thorough = replace(DEFAULT, blocks=(2, 1), good_gaps=((0, -1.0),))
+    for most, tried in ((64, 2), (63, 1)):
+        assert len(list(refine(given, replace(thorough, max_effort=most)))) == tried
+
+
 def test_a_document_that_fits_no_whole_blocks_is_planned_in_smaller_ones() -> None:
     """21 tokens in shards of 3 fit 7 ranks, not 8: head and tail are rounded up."""
-    assert make_plan([21], ranks=8, tokens_per_rank=3, profile=H100).degrees == {7: 1}
+    assert derived_degrees(H100, np.array([21]), 8, 3).tolist() == [7]
+    for mode in ("auto", "bins"):
+        plan = make_plan([21], ranks=8, tokens_per_rank=3, profile=H100, mode=mode)
+        assert plan.degrees == {7: 1}
+
+
+def test_degrees_beyond_32_are_whole_nodes_if_these_are_small() -> None:
+    least = np.array([37])
+    in_steps = [*range(1, 33), *range(33, 65), 37]
+    for node, expected in (
+        (1, in_steps),
+        (100, in_steps),
+        (8, [*range(1, 33), 37, 40, 48, 56, 64]),
+    ):
+        assert _degrees(64, least, node).tolist() == sorted(set(expected))
+
+
+def test_the_smallest_degree_within_a_limit_or_the_fastest() -> None:
+    table: Any = DegreeTable.__new__(DegreeTable)
+    table.time = np.array([[8, 5, 4, 4], [9, 9, 3, 1]])
+    table.quickest = table.time.min(axis=1)
+    assert table.smallest_degrees_within(5).tolist() == [1, 2]
+    assert table.smallest_degrees_within(3).tolist() == [2, 2]

@@ -47,6 +47,13 @@ def spec() -> ModelSpec:
         )
 
 
+def test_windows_count_the_token_itself(spec: ModelSpec) -> None:
+    """That of the encoder's config leaves it out."""
+    windows = [layer.window for layer in spec.layers]
+    assert set(windows[: spec.encoder_layers]) == {None, 4097}
+    assert set(windows[spec.encoder_layers :]) == {None, 4096}
+
+
 def products(spec: ModelSpec, source: int, target: int) -> int:
     """Returns parameters times the tokens that they multiply: encoder and crossed K and V those of
     the source."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from longctx.trainers import TrainerError, dynamic_context_parallel
 from longctx.trainers.kinds import Traits
@@ -102,6 +103,34 @@ def test_metrics_of_several_micro_batches(workers: Workers, tmp_path: Path) -> N
         for run in (runs[0], expected)
     ]
     assert len(logs[0]) == 4 and logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+def test_tokens_of_experts_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first micro-batch of a step of several."""
+    router_loss: Any = RouterLoss.__new__(RouterLoss)
+    router_loss.found = router_loss.counts = None
+    router_loss.group = "group"
+    monkeypatch.setattr(dist, "all_reduce", lambda counts, group: counts.mul_(10))
+    batches: Any = [1.0, 2.0]
+    with router_loss.during_step(
+        batches, tokens=7, run=lambda batch: router_loss.found.append(torch.tensor([batch, 1.0]))
+    ):
+        assert router_loss.counts.tolist() == [30.0, 20.0] and router_loss.found is None
+    assert router_loss.counts is None and router_loss.step_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("trl_class", "averages", "divisor"), [("", True, 1), ("", False, 4), ("SFTTrainer", True, 12)]
+)
+def test_the_divisor_is_that_of_the_trainer(trl_class: str, averages: bool, divisor: int) -> None:
+    """TRL's trainers take the mean over ranks and batches."""
+    router_loss: Any = RouterLoss.__new__(RouterLoss)
+    router_loss.traits = SimpleNamespace(
+        args=SimpleNamespace(world_size=4, average_tokens_across_devices=averages),
+        trl_class=trl_class,
+        trainer=SimpleNamespace(current_gradient_accumulation_steps=3),
+    )
+    assert router_loss._divisor == divisor
 
 
 def test_a_rank_without_tokens_adds_nothing_to_the_loss(tmp_path: Path) -> None:

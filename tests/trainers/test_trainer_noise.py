@@ -193,6 +193,18 @@ def test_evaluations_make_no_numbers() -> None:
     assert noise.rows.shape == (2, 4)
 
 
+@pytest.mark.parametrize("probability", [0.3, 0.7])
+def test_as_many_numbers_are_dropped_as_asked(probability: float) -> None:
+    """By the numbers of tokens, never by torch's generator."""
+    noise: Any = Noise.__new__(Noise)
+    noise.rows = torch.stack([torch.arange(1, 401) * 0x9E3779B97F4A7C15 % 2**62, torch.ones(400)])
+    noise.rows = noise.rows.long()
+    dropped = noise._dropped(3, None, torch.nn.Dropout(probability), torch.ones(400, 50))
+    share = float((dropped == 0).double().mean())
+    assert abs(share - probability) < 0.02
+    assert dropped.max() == pytest.approx(1 / (1 - probability))
+
+
 def test_numbers_are_uniform_and_independent() -> None:
     lengths, seen = [3000, 1000, 96], []
     args = SimpleNamespace(seed=1, device=torch.device("cpu"))

@@ -1,19 +1,29 @@
-"""Every refusal of trainers has an example in the tests, and some have it here."""
+"""Every refusal of trainers, and of the checks of a run, has an example in the tests, and some have
+it here."""
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from longctx.trainers import TrainerError, dynamic_context_parallel, families, refusals
+from longctx.trainers import TrainerError, dynamic_context_parallel, refusals
+from longctx.trainers.documents import CountingRows, check_shapes, cut_rows
+from longctx.trainers.families import AttentionOptions
+from longctx.trainers.fused_head import PlannedHead
+from longctx.trainers.planned_call import PlannedCall
+from longctx.trainers.step import Planning, StepExchange
+from longctx.trainers.whole_outputs import _check_arguments
+from longctx.training import checks
 from tests.trainer_cases import PROFILE, model
 from tests.trainers.test_trainers import as_trl, trainer
 
+CPU = torch.device("cpu")
 WORDS = 3
 """Words in a row by which an example is recognized."""
 
@@ -55,6 +65,50 @@ def test_what_cannot_be_exact_is_refused(
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
+def planned_head_with_more_arguments() -> None:
+    head = PlannedHead(StepExchange(Planning(PROFILE, 200), AttentionOptions(CPU)))
+    head._refuse_unknown({"use_cache": False, "token_type_ids": 1})
+
+
+def planned_call_without_a_token() -> None:
+    step = SimpleNamespace(exchange=None)
+    exchange: Any = SimpleNamespace(plan_and_exchange=lambda *given, **named: step)
+    PlannedCall(exchange).values_of(list, torch.zeros(1, 1), lambda batch, call: torch.zeros(0))
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (
+            lambda: cut_rows({"input_ids": torch.ones(1, 2)}),
+            "the data collator returns no labels: return both for every document",
+        ),
+        (
+            lambda: check_shapes({"labels": [[1, 2]]}, ["labels"]),
+            r"labels is a list: return a tensor of \[rows, tokens\]",
+        ),
+        (
+            lambda: CountingRows(list)([1]),  # type: ignore[arg-type]
+            "the data collator returns a list: return a dict of tensors",
+        ),
+        (
+            lambda: _check_arguments(None, {"input_ids": [[1, 2]]}),
+            r"input_ids is a list: pass a tensor of \[rows, tokens\]",
+        ),
+        (
+            planned_head_with_more_arguments,
+            "passes token_type_ids to its model, which splitting sequences would lose",
+        ),
+        (planned_call_without_a_token, "no row of any rank has a token: leave such batches out"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_refused(
+    refused: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(TrainerError, match=message):
+        refused()
+
+
 def texts_in(tree: ast.AST) -> Iterator[str]:
     """Yields the texts of a module or a statement."""
     for node in ast.walk(tree):
@@ -84,18 +138,26 @@ def refusals_of(path: Path) -> Iterator[ast.AST]:
             yield said
 
 
-def test_every_refusal_has_an_example() -> None:
+@pytest.mark.parametrize(
+    ("modules", "uses", "least"),
+    [
+        (sorted(Path(refusals.__file__).parent.glob("*.py")), "longctx.trainers", 76),
+        ([Path(checks.__file__)], "longctx.(cli|config|training)", 9),
+    ],
+    ids=["trainers", "checks of a run"],
+)
+def test_every_refusal_has_an_example(modules: list[Path], uses: str, least: int) -> None:
     """Words that no other refusal has stand in a test: without the refusal that test fails."""
-    said = [*refusals_of(Path(refusals.__file__)), *refusals_of(Path(families.__file__))]
+    said = [refusal for module in modules for refusal in refusals_of(module)]
     of_each = [set().union(*map(phrases, texts_in(each))) for each in said]
     counts = Counter(phrase for phrases_of_one in of_each for phrase in phrases_of_one)
     folder = Path(__file__).parents[1]
     files = [path.read_text("utf-8") for path in sorted(folder.rglob("test_*.py"))]
-    trees = [ast.parse(text) for text in files if "longctx.trainers" in text]
+    trees = [ast.parse(text) for text in files if re.search(uses, text)]
     tested = {phrase for tree in trees for text in texts_in(tree) for phrase in phrases(text)}
     without = [
         ast.unparse(each)
         for each, own in zip(said, of_each, strict=True)
         if not any(counts[phrase] == 1 for phrase in own & tested)
     ]
-    assert len(said) > 30 and not without
+    assert len(said) >= least and not without

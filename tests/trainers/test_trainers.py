@@ -981,6 +981,9 @@ def test_copies_of_a_model_with_the_head_of_trl(monkeypatch: pytest.MonkeyPatch)
             copied.generate(ids, max_new_tokens=3), plain.generate(ids, max_new_tokens=3)
         )
         assert torch.equal(ours(**named).log_probs, first)
+        # The padding of a row has no value, so its label is no label.
+        mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+        assert torch.equal(ours(**named, attention_mask=mask).label_mask, mask[:, 1:].bool())
 
 
 def test_plans_are_made_by_constants_scaled_to_the_model(

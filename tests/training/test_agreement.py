@@ -10,7 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from longctx.config import load
 from longctx.training import agreement
-from longctx.training.agreement import RanksDiffer, identity, require_same, require_same_copies
+from longctx.training.agreement import (
+    RanksDiffer,
+    _checksum,
+    identity,
+    require_same,
+    require_same_copies,
+)
 from tests import launched
 from tests.training_cases import SMALL, make_store, start
 from tests.workers import Workers
@@ -43,7 +49,17 @@ def test_the_run_folder_may_differ() -> None:
         for run, seed in (("a", 1), ("b", 2))
     )
     mine, theirs = (identity(config, ["f"], None) for config in (one, other))
+    versions = {name.removeprefix("version of ") for name in mine if name.startswith("version of ")}
+    assert versions == {"longctx", "torch", "numpy", "transformers"}
     assert {name for name in mine if mine[name] != theirs[name]} == {"train.seed"}
+
+
+def test_the_checksum_knows_the_places_of_bits() -> None:
+    """Also in which of its parts a number is."""
+    weights = [torch.zeros(2 << 20, dtype=torch.int8) for _ in range(3)]
+    for weight, place in zip(weights, (0, 2, 1 << 20), strict=True):
+        weight[place] = 1
+    assert len({int(_checksum(weight)) for weight in weights}) == 3
 
 
 def copies(store: Path, run: Path, settings: list[str], spoiled: str | None) -> str:

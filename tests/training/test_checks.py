@@ -3,10 +3,14 @@ estimates and trainings."""
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from longctx import cli
+from longctx.errors import UserError
+from longctx.training.checks import check_exportable
 from tests.training_cases import SMALL
 from tests.weight_cases import make_store, records
 
@@ -81,6 +85,19 @@ def test_each_alone_is_refused_in_words(
     capsys: pytest.CaptureFixture[str], weighted: Path, tmp_path: Path, name: str
 ) -> None:
     assert BROKEN[name][1] in said(capsys, ["train"], weighted, tmp_path / "run", (name,))
+
+
+def test_adapters_with_another_rope_have_no_export() -> None:
+    config: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(export=Path("out")),
+        lora=SimpleNamespace(rank=4),
+        model=SimpleNamespace(changed_rope={"rope_theta": 1e6}),
+        train=SimpleNamespace(run_dir=Path("run")),
+    )
+    with pytest.raises(
+        UserError, match=r"adapters cannot carry the changed RoPE .*longctx export run OUT --merge"
+    ):
+        check_exportable(config)
 
 
 def test_an_estimate_of_a_store_with_weights_is_refused_alike(

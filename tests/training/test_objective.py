@@ -1,13 +1,21 @@
 """The chunked loss is cross-entropy, with weights of any value, and its gradients are those of
 plain torch."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from longctx.model.balance import RouterWatch
+from longctx.planning.layout import Placement
+from longctx.training.objectives.balance import Balance
 from longctx.training.objectives.loss import cross_entropy_sum, log_probabilities, rows_with_labels
+from tests.data_cases import placed_plan
 
 
 @given(
@@ -49,6 +57,43 @@ def test_chunked_cross_entropy(
             ):
                 torch.testing.assert_close(found, gradient)
     torch.testing.assert_close(log_probabilities(hidden, weight, labels, chunk), -nll.detach())
+
+
+@pytest.mark.parametrize(("tensor", "split"), [(1, [1]), (2, [0, 1, 2])])
+def test_tensor_ranks_split_every_document(tensor: int, split: list[int]) -> None:
+    """Those that several ranks have parts of come first, the same on all: their counts are summed.
+    Rank 1 has none of document 0."""
+    router: Any = SimpleNamespace(document_loss=0.1, z_loss=0.0)
+    placed = [[Placement(0, 0, 1), Placement(1, 0, 2), Placement(2, 1, 1)]]
+    plan = placed_plan([5, 8, 3], 2, placed)
+    lengths = [[5, 8, 3][document] for document in split]
+    for rank in range(2):
+        parts = []
+        for local in range(tensor):
+            axis = SimpleNamespace(size=lambda: tensor, get_local_rank=lambda local=local: local)
+            mesh: Any = SimpleNamespace(tensor=axis, device=torch.device("cpu"))
+            documents = Balance([router], 0.0, mesh).documents(plan, plan.layout(0, rank), 10)
+            assert documents is not None and documents.split == len(split)
+            assert documents.lengths[: len(split)].tolist() == lengths
+            parts.append(torch.cat([documents.lengths, torch.zeros(1)])[documents.rows])
+        held = [5.0] * 5 + [8.0] * 4 if rank == 0 else [8.0] * 4 + [3.0] * 3
+        assert torch.cat(parts).tolist() == held + [0.0] * (10 - len(held))
+
+
+def test_experts_are_counted_over_all_ranks_with_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over tensor ranks too, which have other tokens."""
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda total, group: total.mul_({"tokens": 10, "domain": 100}[group])
+    )
+    router = RouterWatch(2, 1, "softmax")
+    router.counts, router.losses = torch.tensor([1, 3]), torch.tensor([0.5, 0.25]).double()
+    domain = SimpleNamespace(get_group=lambda: "domain")
+    mesh: Any = SimpleNamespace(tokens="tokens", domain=domain, device=torch.device("cpu"))
+    balance = Balance([router], 0.0, mesh)
+    ended = balance.end_step()
+    assert balance.counts is not None and balance.counts.tolist() == [[10, 30]]
+    assert (ended["document_loss"], ended["z_loss"]) == (5.0, 2.5)
+    assert (ended["expert_imbalance"], router.counts) == (1.5, None)
 
 
 def test_gradients_of_the_head_are_scaled_in_place() -> None:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils.flop_counter import FlopCounterMode
 from torchao.optim import AdamW8bit
 
 from longctx.config import ConfigError, load
@@ -27,10 +29,16 @@ from longctx.model.protocol import generator_of
 from longctx.planning.cost.eight_bit import BLOCK, cuts_blocks, in_8_bits
 from longctx.training.agreement import require_same_copies
 from longctx.training.checks import changes_of_optimizer, check_groups
-from longctx.training.optimizer import OPTIMIZERS, learning_rate, matrices_of, set_learning_rate
+from longctx.training.optimizer import (
+    OPTIMIZERS,
+    learning_rate,
+    matrices_of,
+    set_learning_rate,
+    sum_of_squares,
+)
 from longctx.training.optimizers import eight_bit
 from longctx.training.optimizers.eight_bit import EightBit
-from longctx.training.optimizers.muon import work_of_rank
+from longctx.training.optimizers.muon import _matrices, orthogonalisation, work_of_rank
 from longctx.training.run_profile import run_profile
 from tests.marks import slow_unless
 from tests.training_cases import start, train, train_then_save, whole
@@ -417,10 +425,36 @@ def test_muon_takes_less_state_and_more_time(tmp_path: Path) -> None:
 
 
 def test_work_of_muon_counts_the_matrices_that_it_updates() -> None:
-    """Also those of routers."""
+    """Also those of routers; operations are those of torch's update."""
+    for shape_of_matrix in ((4, 6), (6, 4)):
+        with FlopCounterMode(display=False) as counted:
+            _zeropower_via_newtonschulz(torch.randn(shape_of_matrix), (1.0, 1.0, 1.0), 5, 1e-7)
+        assert orthogonalisation(shape_of_matrix) == counted.get_total_flops()
     shape = PRESETS["tiny-moe"].model_copy(update={"vocab_size": 64})
     updated = sum(parameter.numel() for parameter in matrices_of(Decoder(shape)))
     assert work_of_rank(shape.spec, 2)[1] == updated / 2
+
+
+def test_the_parts_of_a_matrix_are_where_its_shards_are() -> None:
+    """Two matrices of 3 rows and 8 columns are stacked; ranks 0 and 1 have the first rows of each
+    half of the columns, ranks 2 and 3 the others."""
+    weight = nn.Parameter(torch.arange(48.0).view(6, 8))
+    shards = [(row, column, 4 - row // 2, 4, True) for row in (0, 4) for column in (0, 4)]
+    matrices = _matrices({weight: 2}, [[shard] for shard in shards])
+    assert [matrix.shape for matrix in matrices] == [(3, 8)] * 2
+    assert [sorted(matrix.parts) for matrix in matrices] == [[0, 1], [0, 1, 2, 3]]
+    for number, matrix in enumerate(matrices):
+        whole = torch.full((3, 8), torch.nan)
+        for rank, part in matrix.parts.items():
+            row, column, rows, columns, _ = shards[rank]
+            local = weight.detach()[row : row + rows, column : column + columns]
+            whole[part.in_matrix] = local[part.in_shard]
+            assert part.size == local[part.in_shard].numel()
+        assert torch.equal(whole, weight.detach()[3 * number : 3 * number + 3])
+
+
+def test_squares_are_summed_in_float64() -> None:
+    assert sum_of_squares([torch.tensor([1.0, 2.0**-14])]) == 1 + 2.0**-28
 
 
 def rates(steps: int = 10, **settings: Any) -> list[float]:

@@ -27,6 +27,20 @@ from tests.workers import Workers
 NAMES = ["step-000001"]
 
 
+def test_copies_are_of_the_moment_and_in_the_same_memory() -> None:
+    weight = torch.ones(3)
+    item, planner = SimpleNamespace(index="weight"), SimpleNamespace(resolve_data=lambda _: weight)
+    plan: Any = SimpleNamespace(items=[item])
+    copies: Any = saving._Copies()
+    held = list[torch.Tensor]()
+    for value in (1, 2):
+        copies.take(plan, planner)
+        held.append(copies.resolve_data(item))
+        weight += 1
+        assert held[-1].tolist() == [value] * 3
+    assert held[0] is held[1]
+
+
 @contextmanager
 def held(fails: bool = False) -> Iterator[Event]:
     """Holds every write of a tensor until the event; then it `fails`."""

@@ -9,11 +9,13 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
 from longctx.training.data import choose_max_length
+from longctx.training.health import FiniteLoss, NonFiniteLoss
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint, saving
@@ -188,9 +191,11 @@ def test_weights_stay_gathered_as_configured(
     workers: Workers, store: Path, tmp_path: Path, when: str, later: int
 ) -> None:
     settings = [f"parallel.reshard_after={when}", "batch.tokens_per_rank=750"]
-    for gathered in workers.run(training_cases.gathered_blocks, 2, store, tmp_path, settings):
-        assert len(gathered) > 1
-        assert gathered == [0] + [later] * (len(gathered) - 1)
+    for steps in workers.run(training_cases.gathered_blocks, 2, store, tmp_path, settings):
+        assert len(steps) == 2
+        for gathered in steps:
+            assert len(gathered) > 1
+            assert gathered == [0] + [later] * (len(gathered) - 1)
 
 
 def test_a_run_without_checkpoints(
@@ -365,6 +370,21 @@ def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(
     )
     assert first == second and first[0] == skipped
     assert all(text in first[1] for text in says) and bool(says) == bool(first[1])
+
+
+@pytest.mark.parametrize(("count", "named"), [(20, "19. "), (23, "19 and 3 more. ")])
+def test_documents_of_a_step_that_is_not_finite_are_named(count: int, named: str) -> None:
+    """The first 20 of them."""
+    mesh: Any = SimpleNamespace(gather_objects=lambda names: [names])
+    shards = [SimpleNamespace(document=number) for number in range(count)]
+    part = SimpleNamespace(layout=SimpleNamespace(shards=shards))
+    batch: Any = SimpleNamespace(
+        step=1, micro_batches=[part], documents=[f"{number:02}" for number in range(count)]
+    )
+    with pytest.raises(NonFiniteLoss, match=f"micro-batches: 00, 01, .*, {named}Check"):
+        FiniteLoss(load(None, []), mesh).check(
+            batch, losses=torch.tensor([torch.nan]), loss=math.nan, grad_norm=1.0
+        )
 
 
 @pytest.mark.parametrize(
@@ -545,7 +565,13 @@ def test_run_folders_that_cannot_be_used(
     (tmp_path / "latest" / "latest").mkdir(parents=True)
     assert "move it away" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'latest'}")
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'file'}")
+    said = refusal(capsys, data, f"--train.run_dir={tmp_path / 'file'}")
+    assert "cannot be written" in said and "choose another folder with --train.run_dir" in said
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", Mock(side_effect=full))
+        said = refusal(capsys, data, f"--train.run_dir={tmp_path / 'full'}")
+    assert "cannot be written" in said and said.rstrip().endswith("free disk space")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
     assert "free disk space" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'full'}")
 
@@ -647,11 +673,13 @@ def test_dry_run(
     )
     assert "longctx export will not write" not in said
     unknown = ["--context.profile=h100-nvlink-ib", "--model.preset=tiny-moe"]
-    assert main(["train", *arguments, "--gpus", "2", *unknown]) == 0
+    assert main(["train", *arguments, "--gpus", "2", *unknown, "--train.steps=2"]) == 0
+    said = capsys.readouterr().out
     assert (
         "warning: longctx export will not write this model: no supported family of transformers"
-        in capsys.readouterr().out
+        in said
     )
+    assert re.findall(r"^ +(\d)  .* s  .*\(static", said, re.MULTILINE) == ["1", "2"]
     assert "--gpus is 0" in refusal(capsys, *arguments, "--gpus", "0")
     assert "must divide the KV heads per rank, 2" in refusal(
         capsys, *arguments, "--gpus", "4", "--context.ulysses_degree=3"

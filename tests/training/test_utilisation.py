@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from longctx.parallel.recompute import apply_recompute
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import StepMetrics, model_flops, peak_flops
-from longctx.training.trace import parse_steps
+from longctx.training.trace import Tracer, parse_steps
 from tests.training_cases import start
 from tests.workers import Workers
 
@@ -208,6 +209,16 @@ def test_the_time_of_the_optimizer_is_that_of_the_step_before(
     workers: Workers, shorts: Path, tmp_path: Path
 ) -> None:
     assert workers.run(spans_left, 2, shorts, tmp_path) == [[["optimizer"], ["optimizer"]]] * 2
+
+
+def test_the_folder_of_traces_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        tracer = Tracer(range(1, 2), tmp_path, rank, SimpleNamespace(layers=[]))  # type: ignore[arg-type]
+        tracer.before(1)
+        tracer.after(1)
+    assert capsys.readouterr().out == f"traces written to {tmp_path}, one file per rank\n"
 
 
 @pytest.mark.slow

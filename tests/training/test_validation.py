@@ -162,6 +162,14 @@ def test_documents_that_are_held_out_are_never_trained_on(store: Path) -> None:
     assert sum(piece.length for piece in evaluated) == opened.lengths[apart].sum()
 
 
+def test_the_first_of_the_held_out_documents_are_chosen(store: Path) -> None:
+    opened, config = Store.open(store), load(None, ["data.long_documents=split"])
+    first = np.flatnonzero(held_out(opened.names, SHARE))[:2]
+    chosen = Documents.choose(config, opened, 250, first=2, held_out_share=SHARE)
+    assert sorted({piece.document for piece in chosen.pieces}) == first.tolist()
+    assert chosen.long == (opened.lengths[first] > 250).sum() > 0
+
+
 def test_pieces_without_a_target_are_left_out(store: Path) -> None:
     opened, config = Store.open(store), load(None, ["data.long_documents=split"])
     pieces = Documents.choose(config, opened, 250).pieces

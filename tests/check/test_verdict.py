@@ -1,0 +1,41 @@
+"""Parts of check-step alone: what counts as a prediction, and what logits are made of."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from longctx.check.fit import EXACT
+from longctx.check.probe import Tokens
+from longctx.check.reference import Reference
+from longctx.check.verdict import SAME, Facts
+from tests.check_cases import SHORT
+from tests.huggingface_cases import build_model
+
+
+@pytest.mark.parametrize(("weight", "counts"), [(0.5 * SAME, False), (1.0, True), (math.nan, True)])
+def test_a_weight_that_is_not_known_to_be_zero_counts(weight: float, counts: bool) -> None:
+    tokens = Tokens(SHORT)
+    pair = 0, tokens.ids[1]
+    wanted = sum(length - 1 for length in SHORT.lengths)
+    record: Any = SimpleNamespace(tokens=tokens, calls=[], documents=range(len(SHORT.lengths)))
+    fit: Any = SimpleNamespace(
+        tolerance=EXACT, unseen=set[int](), pairs=lambda: {pair: weight / wanted}
+    )
+    reference: Any = None
+    assert (pair in Facts(record, reference, fit).kept) == counts
+
+
+@pytest.mark.parametrize(
+    "changed", [None, "final_logit_softcapping", "logit_scale", "logits_scaling"]
+)
+def test_logits_that_a_config_changes_are_no_plain_product(changed: str | None) -> None:
+    model = build_model("llama", "eager")
+    if changed is not None:
+        setattr(model.config, changed, 0.5)
+    name = "lm_head.weight"
+    record: Any = SimpleNamespace(
+        tokens=Tokens(SHORT), reference=model, gradients={name: model.lm_head.weight}
+    )
+    assert (Reference(record).matrix is None) == (changed is not None)
