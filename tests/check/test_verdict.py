@@ -21,7 +21,7 @@ def test_a_weight_that_is_not_known_to_be_zero_counts(weight: float, counts: boo
     wanted = sum(length - 1 for length in SHORT.lengths)
     record: Any = SimpleNamespace(tokens=tokens, calls=[], documents=range(len(SHORT.lengths)))
     fit: Any = SimpleNamespace(
-        tolerance=EXACT, unseen=set[int](), pairs=lambda: {pair: weight / wanted}
+        tolerance=EXACT, shown=None, unseen=set[int](), pairs=lambda: {pair: weight / wanted}
     )
     reference: Any = None
     assert (pair in Facts(record, reference, fit).kept) == counts
