@@ -308,8 +308,6 @@ def _experts() -> Iterator[Row]:
 
 
 def _optimizers() -> Iterator[Row]:
-    not_muon = Where("optimizer.name is not muon", ("optimizer.name=muon",))
-    yield Row("optimizer.momentum is not 0.95", not_muon, "it has no effect")
     not_wsd = Where("optimizer.schedule is not wsd", ("optimizer.schedule=wsd",))
     yield Row("optimizer.decay_share is not 0.2", not_wsd, "it has no effect")
     constant = Where("optimizer.schedule is constant", ("optimizer.schedule=cosine",))

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from longctx.arguments import a_path, checked, kind, list_of, mapping_of, or_none, whole
 from longctx.config.problems import ConfigError, Problem, yaml_text
+from longctx.config.removed import REMOVED, without_removed
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
 from longctx.config.settings import LARGEST, LORA_RATE
@@ -104,6 +105,7 @@ def load(
     problems = [
         problem for override in overrides if (problem := _apply(override, values)) is not None
     ]
+    values = without_removed(values)
     _adapt_learning_rate(values)
     config, invalid = _validate(values)
     problems += invalid
@@ -226,6 +228,8 @@ def _explain(details: ErrorDetails) -> Problem:
             return Problem(
                 name, value, rule, f"see `longctx config {section}`: {SETTINGS[name].description}"
             )
+        if name in REMOVED:
+            return Problem(name, value, "this setting is gone", REMOVED[name].instead)
         if (elsewhere := ELSEWHERE.get(name) or ELSEWHERE.get(section)) is not None:
             return Problem(name, value, "not a part of longctx train", elsewhere)
         if (keys or [section])[-1].isdecimal():

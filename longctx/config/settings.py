@@ -400,8 +400,6 @@ class OptimizerSection(Section):
     """decay rates of AdamW's two moments, each in [0, 1)"""
     eps: float = Field(1e-8, gt=0)
     """added to the square root of AdamW's second moment"""
-    momentum: Beta = 0.95
-    """decay rate of Muon's momentum"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 

@@ -23,6 +23,8 @@ from longctx.training.optimizers import muon
 
 Matrices = dict[nn.Parameter, int]
 """Matrices of the blocks, and how many are stacked in each."""
+MOMENTUM = 0.95
+"""Decay rate of Muon's momentum, the default of torch.optim.Muon too."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def make_optimizer(
             }
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             if parameter in matrices:
-                options["momentum"] = settings.momentum
+                options["momentum"] = MOMENTUM
             # Fused operations need parameters on the same mesh.
             group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
             group["params"].append(parameter)

@@ -11,6 +11,7 @@ import yaml
 from longctx import config
 from longctx.config import Config, ConfigError
 from longctx.config.reading import ALIASES, ELSEWHERE, SETTINGS
+from longctx.config.removed import REMOVED
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document
@@ -494,3 +495,16 @@ def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
 def test_invalid_lists_of_stores(stores: str, rule: str) -> None:
     (text,) = problems(f"data.stores={stores}").values()
     assert rule in text and text.startswith("  data.stores = ")
+
+
+def test_a_removed_setting_says_what_decides_instead(tmp_path: Path) -> None:
+    text = problems("optimizer.momentum=0.9")["optimizer.momentum"]
+    assert "this setting is gone" in text and "Muon's momentum is 0.95" in text
+    older = written(tmp_path, "optimizer: {momentum: 0.95, eps: 1.0e-7}")
+    assert config.load(older) == config.load(None, ["optimizer.eps=1.0e-7"]), "as runs wrote it"
+    with pytest.raises(ConfigError, match="this setting is gone"):
+        config.load(written(tmp_path, "optimizer: {momentum: 0.9}"))
+
+
+def test_no_removed_setting_is_there() -> None:
+    assert REMOVED and REMOVED.keys().isdisjoint(SETTINGS)

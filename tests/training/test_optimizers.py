@@ -108,7 +108,7 @@ def torch_alone(
     if matrices:
         decay = section.weight_decay
         muon = torch.optim.Muon(
-            matrices, weight_decay=decay, momentum=section.momentum, adjust_lr_fn="match_rms_adamw"
+            matrices, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
         )
         optimizers.append(muon)
     for step, rate in enumerate(RATES[:steps]):
