@@ -15,7 +15,7 @@ from longctx.memory.model import Memory, estimate
 from longctx.training.data import plan_steps
 from longctx.training.trainer import Trainer
 from longctx.units import format_bytes
-from tests.training_cases import SMALL, start
+from tests.training_cases import SMALL, forced, start
 from tests.workers import Workers
 
 MODEL = [
@@ -28,8 +28,9 @@ MODEL = [
 ]
 
 
-def peak_of_step_2(store: Path, run: Path, settings: list[str]) -> int:
-    return peak_of_second_step(lambda: start(store, run, [*MODEL, *settings]))
+def peak_of_step_2(store: Path, run: Path, settings: list[str], max_load: float = 2.0) -> int:
+    with forced(expert_max_load=max_load):
+        return peak_of_second_step(lambda: start(store, run, [*MODEL, *settings]))
 
 
 def peak_of_second_step(start: Callable[[], Trainer]) -> int:

@@ -39,7 +39,7 @@ from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import Plan
 from longctx.training import build
 from longctx.training import trainer as training
-from longctx.training.data import make_planner, padding
+from longctx.training.data import make_planner
 from longctx.training.optimizer import make_optimizer
 from longctx.training.run_profile import run_profile
 from longctx.training.trainer import Trainer
@@ -292,7 +292,7 @@ def traced(
             trainer = Trainer.of(config, mesh, config.model_source(vocabulary))
         documents = [np.zeros(length, np.int64) for length in plan.lengths]
         packed, targets = pack_documents(
-            plan, mesh.rank, documents, pad_to_multiple_of=padding(config)
+            plan, mesh.rank, documents, pad_to_multiple_of=config.padding
         )
         names = tuple(map(str, range(len(plan.lengths))))
         for parameter in trainer.model.parameters():

@@ -190,13 +190,6 @@ def _lora() -> Iterator[Row]:
 
 
 def _data() -> Iterator[Row]:
-    several = Where("data.stores is null", ("data.stores=[{path: stores/a, weight: 1}]",))
-    yield Row("data.store is null", several, "a run needs documents", A_STORE)
-    yield Row(
-        "data.stores is not null",
-        Where("data.store is not null", ("data.store=null",)),
-        "only one of them is read",
-    )
     no_documents = Where(
         "eval.store is null and data.held_out is 0", ("data.held_out=0.01", f"eval.store={A_STORE}")
     )
@@ -206,12 +199,6 @@ def _data() -> Iterator[Row]:
         "data.held_out > 0",
         other_store,
         "validation uses eval.store, and held-out documents would never be used",
-    )
-    mix = Where("data.stores is not null", ("data.stores=null",))
-    yield Row(
-        "train.epochs is not null",
-        mix,
-        "stores of a mix have epochs of their own, so that steps must be set",
     )
     epochs = Where("train.epochs is not null", ("train.epochs=null",))
     yield Row("train.steps is not 100", epochs, "epochs give the number of steps")
@@ -275,15 +262,6 @@ def _experts() -> Iterator[Row]:
         yield Row(
             f"model.{name} is not null", NEW_WITHOUT_EXPERTS, "it has no effect without experts"
         )
-    whole = Where(
-        "parallel.expert_parallel_size is 1 and parallel.tensor_parallel_size is 1 and the number "
-        "of experts > 0"
-    )
-    yield Row(
-        "parallel.expert_max_load is not 2.0",
-        whole,
-        "it has no effect, as experts are not split over ranks",
-    )
     yield Row(
         "train.float8 is not null", EXPERTS, "float8 is not supported for mixtures of experts"
     )

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from longctx.arguments import a_path, checked, kind, list_of, mapping_of, or_none, whole
 from longctx.config.problems import ConfigError, Problem, yaml_text
-from longctx.config.removed import REMOVED, without_removed
+from longctx.config.removed import REMOVED, RUN_HEADER, of_today
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
 from longctx.config.settings import LARGEST, LORA_RATE
@@ -105,7 +105,6 @@ def load(
     problems = [
         problem for override in overrides if (problem := _apply(override, values)) is not None
     ]
-    values = without_removed(values)
     _adapt_learning_rate(values)
     config, invalid = _validate(values)
     problems += invalid
@@ -122,7 +121,8 @@ def load(
 
 def _read(path: Path) -> Values:
     try:
-        values = parse(read_text(path))
+        text = read_text(path)
+        values = parse(text)
     except FileNotFoundError:
         raise ConfigError(
             f"configuration file {path} not found: check the path, or start from a file in "
@@ -143,10 +143,13 @@ def _read(path: Path) -> Values:
             f"({sections})"
         )
     # A section with all lines commented out reads as null and means the defaults.
-    return {
+    by_section = {
         str(section): {} if content is None else _with_names(content)
         for section, content in values.items()
     }
+    if RUN_HEADER.match(text):
+        return of_today(by_section)
+    return by_section
 
 
 def _whole(value: Any) -> Any:
@@ -219,7 +222,8 @@ def _validate(values: Values) -> tuple[Config, list[Problem]]:
 
 
 def _explain(details: ErrorDetails) -> Problem:
-    section, *keys = map(str, details["loc"])
+    section, *path = map(str, details["loc"])
+    keys = [key for key in path if not key.startswith("<")]  # tags of kinds
     name = ".".join([section, *keys[:1]])
     value = details["input"]
     if details["type"] == "extra_forbidden":
@@ -229,7 +233,7 @@ def _explain(details: ErrorDetails) -> Problem:
                 name, value, rule, f"see `longctx config {section}`: {SETTINGS[name].description}"
             )
         if name in REMOVED:
-            return Problem(name, value, "this setting is gone", REMOVED[name].instead)
+            return Problem(name, value, "this setting is gone", REMOVED[name].fix(value))
         if (elsewhere := ELSEWHERE.get(name) or ELSEWHERE.get(section)) is not None:
             return Problem(name, value, "not a part of longctx train", elsewhere)
         if (keys or [section])[-1].isdecimal():

@@ -1,7 +1,13 @@
-"""Settings that are gone, with what decides instead."""
+"""Settings that are gone, with what to write or what decides instead."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
+
+from longctx.config.problems import yaml_text
+
+RUN_HEADER = re.compile(r"# \d+ ranks: ")
+"""Begins the settings that a run has written into its folder."""
 
 
 @dataclass(frozen=True)
@@ -9,27 +15,80 @@ class Removed:
     """A setting that is gone.
 
     Attributes:
-        default: its last default. A file with this value, such as the config.yaml of an older run,
-            means what it meant before, so that the value is passed over.
-        instead: what decides now, or what to write, for the fix of the problem.
+        default: its last default.
+        instead: what decides now; empty where `now` says all.
+        now: the setting that takes its values as they are, by dotted name, if there is one.
+        below: that setting takes only values below this; None: all.
     """
 
     default: Any
-    instead: str
+    instead: str = ""
+    now: str | None = None
+    below: float | None = None
+
+    def moves(self, value: Any) -> bool:
+        """Returns whether another setting takes this value as it is."""
+        if self.now is None or self.below is None:
+            return self.now is not None
+        return isinstance(value, int | float) and value < self.below
+
+    def fix(self, value: Any) -> str:
+        """Returns what to write instead of a value."""
+        if self.now is None:
+            return self.instead
+        if not self.moves(value):
+            return f"write {self.now}, {self.instead}"
+        written = f"write {self.now}: {yaml_text(value)}"
+        if not self.instead:
+            return written
+        return f"{written}, {self.instead}"
 
 
 REMOVED = {
+    "data.stores": Removed(None, now="data.store"),
+    "batch.pad_to_multiple_of": Removed(
+        1,
+        "omit it: tokens are padded to what tensor ranks and float8 need",
+    ),
+    "parallel.expert_max_load": Removed(
+        2.0,
+        "omit it: experts compute at most twice an even share of rows at once",
+    ),
+    "train.peak_flops": Removed(None, "omit it: the peak of a GPU is known by its name"),
+    "optimizer.warmup_ratio": Removed(
+        None, "which below 1 is a share of the steps", now="optimizer.warmup_steps", below=1
+    ),
     "optimizer.momentum": Removed(0.95, "omit it: Muon's momentum is 0.95, and AdamW has betas"),
 }
 """By dotted name."""
 
 
-def without_removed(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings by section, without removed ones at their last default."""
-    kept = dict(values)
+def of_today(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings that a run wrote, by section, as they are written today.
+
+    A removed setting at its last default is left out, and one whose values another setting takes
+    is moved there. All others stay, and so are refused.
+    """
+    new = {
+        section: dict(content) if isinstance(content, dict) else content
+        for section, content in values.items()
+    }
     for name, removed in REMOVED.items():
         section, key = name.split(".")
-        content = kept.get(section)
-        if isinstance(content, dict) and key in content and content[key] == removed.default:
-            kept[section] = {other: value for other, value in content.items() if other != key}
-    return kept
+        content = new.get(section)
+        if not isinstance(content, dict) or key not in content:
+            continue
+        if content[key] == removed.default:
+            del content[key]
+        elif removed.moves(content[key]):
+            _put(new, str(removed.now), content.pop(key))
+    return new
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    """Sets the setting of a dotted name."""
+    *path, key = name.split(".")
+    place = values
+    for part in path:
+        place = place.setdefault(part, {})
+    place[key] = value

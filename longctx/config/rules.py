@@ -2,7 +2,6 @@
 that do not go together."""
 
 import importlib.util
-import math
 import re
 from collections.abc import Iterable, Iterator
 
@@ -130,28 +129,29 @@ def _installed(package: str) -> bool:
 
 
 def _stores(config: Config) -> Iterator[Problem]:
-    """Checks that several stores are all by weight, or all by epochs."""
-    stores = config.data.stores
+    """Checks that several stores are all by weight, or all by epochs, without epochs of the run."""
+    stores = config.data.mix
     if stores is None:
         return
     if not stores:
-        yield Problem(
-            "data.stores",
-            stores,
-            "must not be empty",
-            "write [{path: FOLDER, weight: 1}], or use data.store",
-        )
+        fix = "write a path, or [{path: FOLDER, weight: 1}]"
+        yield Problem("data.store", stores, "must not be empty", fix)
     if any((each.weight is None) == (each.epochs is None) for each in stores):
         fix = "write {path: FOLDER, weight: SHARE}, or {path: FOLDER, epochs: PASSES}"
-        yield Problem("data.stores", stores, "each store needs either weight or epochs", fix)
+        yield Problem("data.store", stores, "each store needs either weight or epochs", fix)
     elif len({each.weight is None for each in stores}) > 1:
         rule = "stores with weight and stores with epochs cannot be mixed"
         yield Problem(
-            "data.stores", stores, rule, "use weight for all stores, or epochs for all stores"
+            "data.store", stores, rule, "use weight for all stores, or epochs for all stores"
         )
     if len({each.path.resolve() for each in stores}) < len(stores):
         fix = "list it once, with the sum of its weights or epochs"
-        yield Problem("data.stores", stores, "a store must not be listed twice", fix)
+        yield Problem("data.store", stores, "a store must not be listed twice", fix)
+    epochs = config.train.epochs
+    if epochs is not None:
+        rule = "stores of a mix have epochs of their own, so that steps must be set"
+        fix = "omit it, or set data.store to one path"
+        yield Problem("train.epochs", epochs, rule=rule, fix=fix, others=("data.store",))
 
 
 def _files(config: Config) -> Iterator[Problem]:
@@ -183,16 +183,6 @@ def _shares(config: Config) -> Iterator[Problem]:
             pipeline.chunks,
             *problem,
             ("parallel.pipeline_parallel_size",),
-        )
-    if batch.tokens_per_rank % batch.pad_to_multiple_of:
-        fix = f"set batch.tokens_per_rank to a multiple of {batch.pad_to_multiple_of}"
-        rule = f"must divide batch.tokens_per_rank, which is {batch.tokens_per_rank}"
-        yield Problem(
-            "batch.pad_to_multiple_of",
-            batch.pad_to_multiple_of,
-            rule=rule,
-            fix=fix,
-            others=("batch.tokens_per_rank",),
         )
     if config.train.float8 is not None:
         tiles = config.train.mlp_tile_tokens or 0
@@ -293,15 +283,14 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             yield Problem(key, width, rule=rule, fix=fix, others=("parallel.tensor_parallel_size",))
     if config.optimizer.name == "adamw-8bit":
         yield from _cut_blocks(config, spec)
-    multiple = math.lcm(size, batch.pad_to_multiple_of)
-    if batch.tokens_per_rank % multiple and batch.tokens_per_rank % batch.pad_to_multiple_of == 0:
-        below = batch.tokens_per_rank // multiple * multiple
+    if batch.tokens_per_rank % size:
+        below = batch.tokens_per_rank // size * size
         rule = (
-            f"must be a multiple of {multiple}, to which parallel.tensor_parallel_size {size} "
-            "pads the tokens of each rank"
+            f"must be a multiple of {size}, to which parallel.tensor_parallel_size pads the tokens "
+            "of each rank"
         )
-        fix = f"set it to {below} or {below + multiple}" if below else f"set it to {multiple}"
-        others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
+        fix = f"set it to {below} or {below + size}" if below else f"set it to {size}"
+        others = ("parallel.tensor_parallel_size",)
         yield Problem(
             "batch.tokens_per_rank", batch.tokens_per_rank, rule=rule, fix=fix, others=others
         )

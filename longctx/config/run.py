@@ -1,7 +1,8 @@
 """Config: all settings of a run, by section, and values derived from them."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +23,10 @@ class Config(BaseModel):
     settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    expert_max_load: ClassVar[float] = 2.0
+    """Rows that the experts of a rank compute at once, as a multiple of an even share. If routing
+    is less even, all ranks compute in turns, and again in backward: no token is dropped."""
 
     model: settings.ModelSection = settings.ModelSection()
     lora: settings.LoraSection = settings.LoraSection()
@@ -90,6 +95,12 @@ class Config(BaseModel):
         """Pipeline that micro-batches run through; one stage without pipeline parallelism."""
         parallel = self.parallel
         return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks)
+
+    @property
+    def padding(self) -> int:
+        """Multiple to which the tokens per rank of every micro-batch are padded."""
+        float8 = 1 if self.train.float8 is None else FLOAT8_ROWS
+        return math.lcm(self.parallel.tensor_parallel_size, float8)
 
     @property
     def schedule_steps(self) -> int:

@@ -8,11 +8,12 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     create_model,
     field_validator,
-    model_validator,
 )
 
 from longctx.config.problems import ConfigError, Problem
@@ -164,15 +165,31 @@ class StoreSetting(Section):
     epochs: float | None = Field(None, gt=0)
 
 
+def _kind_of_store(value: Any) -> str | None:
+    """Returns the tag of a value of data.store; None if it is of no kind."""
+    if isinstance(value, str | Path):
+        return "<path>"
+    if isinstance(value, list):
+        return "<mix>"
+    return None
+
+
+OneStore = Annotated[AnyPath, Tag("<path>")]
+MixedStores = Annotated[list[StoreSetting], Tag("<mix>")]
+STORE_KINDS = Discriminator(
+    _kind_of_store,
+    custom_error_type="store_kind",
+    custom_error_message="Input should be a path, or a list of {path, weight}",
+)
+
+
 class DataSection(Section):
     """training documents"""
 
-    store: AnyPath | None = Path("stores/python-stdlib")
-    """folder written by `longctx prepare` (null: use data.stores)"""
-    stores: list[StoreSetting] | None = None
-    """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path:
-    stores/b, weight: 1}]; epochs instead of weight, for all stores, sets the relative number of
-    passes over each store"""
+    store: Annotated[OneStore | MixedStores, STORE_KINDS] = Path("stores/python-stdlib")
+    """folder written by `longctx prepare`; or several, mixed by tokens: [{path: stores/a, weight:
+    3}, {path: stores/b, weight: 1}]; epochs instead of weight, for all stores, sets the relative
+    number of passes over each store"""
     long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = (
         None
     )
@@ -190,21 +207,19 @@ class DataSection(Section):
     """share of documents, chosen by a hash of their names, held out for validation and never
     trained on"""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_or_several(cls, values: Any) -> Any:
-        """Drops the default store where several stores are given."""
-        given = values if isinstance(values, dict) else {}
-        if "store" not in given and given.get("stores") is not None:
-            return {**values, "store": None}
-        return values
+    @property
+    def mix(self) -> list[StoreSetting] | None:
+        """Stores that are mixed; None if there is a single one."""
+        if isinstance(self.store, list):
+            return self.store
+        return None
 
     @property
     def paths(self) -> list[Path]:
         """Folders of the stores to train on."""
-        if self.store is not None:
-            return [self.store]
-        return [store.path for store in self.stores or ()]
+        if isinstance(self.store, list):
+            return [store.path for store in self.store]
+        return [self.store]
 
     @property
     def description(self) -> str:
@@ -218,8 +233,6 @@ class BatchSection(Section):
     """tokens per step, over all ranks: documents are drawn until a step has at least this many"""
     tokens_per_rank: Count = 8192
     """token budget: maximum tokens per rank in one micro-batch"""
-    pad_to_multiple_of: Count = 1
-    """pad the tokens of each rank to a multiple of this"""
 
 
 class ContextSection(Section):
@@ -276,9 +289,6 @@ class ParallelSection(Section):
     expert_parallel_size: Ranks = 1
     """expert parallel size: consecutive ranks of the domain that the experts of a mixture are split
     over, in addition to tensor parallel ranks; tokens travel to their experts"""
-    expert_max_load: float = Field(2.0, ge=1)
-    """rows that the experts of a rank compute at once, as a multiple of an even share; if routing
-    is less even, all ranks compute in turns, and again in backward: no token is dropped"""
     shard_ranks: Ranks | None = None
     """number of consecutive ranks of the domain over which weights, gradients and optimizer state
     are sharded, such as the ranks of a node; other ranks hold replicas (null: all ranks; 1: no
@@ -346,9 +356,6 @@ class TrainSection(Section):
     """use the memory of each rank by estimate, with room to spare: keep received K and V unless
     context.keep_kv says otherwise, and if the run does not fit, make the cheapest changes with
     which it does: recomputation, exchange rounds, resharding and others (null: on GPUs)"""
-    peak_flops: float | None = Field(None, gt=0)
-    """peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on
-    a CPU)"""
     run_dir: AnyPath = Path("runs/default")
     """folder for metrics, checkpoints and the resolved settings"""
     timeout_s: float = Field(600.0, gt=0, le=30 * 86400)
@@ -363,6 +370,18 @@ class ParameterGroup(Section):
     match: str = Field(min_length=1)
     learning_rate_ratio: float = Field(1.0, ge=0)
     weight_decay: float | None = Field(None, ge=0)
+
+
+def _kind_of_warmup(value: Any) -> str:
+    """Returns the tag of a value of optimizer.warmup_steps."""
+    if isinstance(value, float):
+        return "<share>"
+    return "<steps>"
+
+
+WarmupSteps = Annotated[int, Field(ge=0, le=LARGEST), Tag("<steps>")]
+WarmupShare = Annotated[float, Field(ge=0, lt=1), Tag("<share>")]
+WARMUP_KINDS = Discriminator(_kind_of_warmup)
 
 
 class OptimizerSection(Section):
@@ -383,11 +402,8 @@ class OptimizerSection(Section):
     """share of the whole schedule in which wsd decays, at its end"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
     """final learning rate as a share of the peak, of inverse_sqrt the least"""
-    warmup_steps: int = Field(10, ge=0, le=LARGEST)
-    """steps until the learning rate reaches its peak"""
-    warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """the same as a share of the whole schedule, which then replaces warmup_steps (null:
-    warmup_steps)"""
+    warmup_steps: Annotated[WarmupSteps | WarmupShare, WARMUP_KINDS] = 10
+    """steps until the learning rate reaches its peak; below 1: a share of the whole schedule"""
     decay_steps: Count | None = None
     """steps of the whole schedule, if another run continues this one (null: train.steps)"""
     weight_decay: float = Field(0.1, ge=0)

@@ -158,6 +158,13 @@ DECAYS: dict[str, Callable[[float], float]] = {
 """Shapes of decay, from 1 to 0 while progress goes from 0 to 1."""
 
 
+def warmup_steps(given: float, steps: int) -> int:
+    """Returns the steps of a warm-up that is `given` as steps, or below 1 as a share of `steps`."""
+    if given < 1:
+        return round(given * steps)
+    return int(given)
+
+
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
     """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then
     the schedule.
@@ -167,11 +174,7 @@ def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
     peak = settings.learning_rate
     ratio = settings.min_learning_rate_ratio
     schedule = settings.schedule
-    if settings.warmup_ratio is None:
-        warmup = settings.warmup_steps
-    else:
-        warmup = round(settings.warmup_ratio * steps)
-    warmup = min(warmup, steps)
+    warmup = min(warmup_steps(settings.warmup_steps, steps), steps)
     if step <= warmup:
         return peak * step / warmup
     if schedule == "constant":

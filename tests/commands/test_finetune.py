@@ -168,7 +168,7 @@ def test_adapters(
             "finetune trains on its DATA argument",
         ),
         (
-            ["{checkpoint}", "{data}", "--data.stores=[{{path: a, weight: 1}}]"],
+            ["{checkpoint}", "{data}", "--data.store=[{{path: a, weight: 1}}]"],
             "finetune trains on its DATA argument",
         ),
         (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: the rank must be at least 1"),

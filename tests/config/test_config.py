@@ -11,7 +11,6 @@ import yaml
 from longctx import config
 from longctx.config import Config, ConfigError
 from longctx.config.reading import ALIASES, ELSEWHERE, SETTINGS
-from longctx.config.removed import REMOVED
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document
@@ -127,7 +126,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         ("batch.tokens_per_rnk=1", "did you mean batch.tokens_per_rank?"),
         ("train.learning_rate=1", "did you mean optimizer.learning_rate?"),
         ("optimiser.learning_rate=1", "did you mean section optimizer?"),
-        ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
+        ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank"),
         ("zzz.zzz=1", "sections are model, lora, data, batch"),
         ("optimizer.lr=1", "did you mean optimizer.learning_rate?"),
         ("train.gradient_checkpointing=true", "did you mean train.recompute?"),
@@ -185,7 +184,6 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
         ("model.head_dim=33", "must be even"),
         ("model.hidden_size=0", "greater than or equal to 1"),
         ("context.profile=nowhere.yaml", "no hardware profile 'nowhere.yaml'"),
-        ("batch.pad_to_multiple_of=3", "must divide batch.tokens_per_rank, which is 8192"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 KV heads"),
         (
             "context.ulysses_degree=3",
@@ -465,15 +463,12 @@ def test_the_examples_are_valid(repository: Path, name: str, world_size: int) ->
 
 
 def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
-    loaded = load("data.stores=[{path: a, weight: 3}, {path: b, weight: 1.5}]")
-    assert (
-        loaded.data.store is None
-        and loaded.data.paths == [Path("a"), Path("b")]
-        and loaded.data.description == "a, b"
-    )
+    loaded = load("data.store=[{path: a, weight: 3}, {path: b, weight: 1.5}]")
+    assert loaded.data.paths == [Path("a"), Path("b")] and loaded.data.description == "a, b"
     assert config.load(written(tmp_path, loaded.to_yaml())) == loaded
     assert Config().data.paths == [Path("stores/python-stdlib")]
-    assert "--data.stores [{path, weight, epochs}, ..]|null" in config.describe()
+    assert Config().data.mix is None
+    assert "--data.store path|[{path, weight, epochs}, ..]" in config.describe()
 
 
 @pytest.mark.parametrize(
@@ -490,21 +485,16 @@ def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
         ("[{path: a, weight: 0}]", "must be greater than 0 (at 0.weight)"),
         ("[{path: a, weight: 1}, {path: b, wieght: 1}]", "unknown key wieght (at 1)"),
         ("[{weight: 1}]", "required (at 0.path)"),
+        ("null", "must be a path, or a list of {path, weight}"),
+        ("3", "must be a path, or a list of {path, weight}"),
+        ("s3://bucket", "and not s3://"),
     ],
 )
 def test_invalid_lists_of_stores(stores: str, rule: str) -> None:
-    (text,) = problems(f"data.stores={stores}").values()
-    assert rule in text and text.startswith("  data.stores = ")
+    (text,) = problems(f"data.store={stores}").values()
+    assert rule in text and text.startswith("  data.store = ")
 
 
-def test_a_removed_setting_says_what_decides_instead(tmp_path: Path) -> None:
-    text = problems("optimizer.momentum=0.9")["optimizer.momentum"]
-    assert "this setting is gone" in text and "Muon's momentum is 0.95" in text
-    older = written(tmp_path, "optimizer: {momentum: 0.95, eps: 1.0e-7}")
-    assert config.load(older) == config.load(None, ["optimizer.eps=1.0e-7"]), "as runs wrote it"
-    with pytest.raises(ConfigError, match="this setting is gone"):
-        config.load(written(tmp_path, "optimizer: {momentum: 0.9}"))
-
-
-def test_no_removed_setting_is_there() -> None:
-    assert REMOVED and REMOVED.keys().isdisjoint(SETTINGS)
+def test_a_mix_has_no_epochs_of_the_run() -> None:
+    text = problems("data.store=[{path: a, weight: 3}]", "train.epochs=2")["train.epochs"]
+    assert "stores of a mix have epochs of their own" in text

@@ -101,6 +101,18 @@ EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
         "context.ulysses_degree",
         "split documents of this model send latents",
     ),
+    "epochs of a mix": (
+        ["data.store=[{path: a, weight: 3}]", "train.epochs=2"],
+        None,
+        "train.epochs",
+        "stores of a mix have epochs of their own",
+    ),
+    "tokens of tensor ranks": (
+        ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=8193"],
+        None,
+        "batch.tokens_per_rank",
+        "must be a multiple of 2, to which parallel.tensor_parallel_size pads",
+    ),
     "a package": ([LLAMA, "lora.rank=2"], None, "lora.rank", "needs peft, which is not installed"),
 }
 """Settings that a rule refuses, on how many processes, at which key, and in which words."""
@@ -156,7 +168,7 @@ def examples_of_settings() -> Iterator[tuple[list[str], int | None]]:
     for bins, _ in given(test_config.test_invalid_tables_of_bins):
         yield ["context.mode=bins", f"context.bins={bins}"], None
     for stores, _ in given(test_config.test_invalid_lists_of_stores):
-        yield [f"data.stores={stores}"], None
+        yield [f"data.store={stores}"], None
     for overrides, world_size, *_ in given(test_config.test_rules_on_processes_and_stages):
         yield overrides, world_size
 

@@ -29,7 +29,7 @@ from longctx.parallel.mesh import make_groups
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.balance import Balance
 from tests.marks import examples
-from tests.training_cases import start, train, train_then_save
+from tests.training_cases import forced, start, train, train_then_save
 from tests.workers import Workers
 
 TINY_MOE = [
@@ -172,8 +172,11 @@ def split_documents(
     return gradient[:-2], counts, losses
 
 
-def moe_steps(store: Path, run: Path, settings: list[str], steps: int) -> list[StepMetrics]:
-    return train(store, run, [*TINY_MOE, *settings], steps)
+def moe_steps(
+    store: Path, run: Path, settings: list[str], steps: int, max_load: float = 2.0
+) -> list[StepMetrics]:
+    with forced(expert_max_load=max_load):
+        return train(store, run, [*TINY_MOE, *settings], steps)
 
 
 def statistics_of_counts() -> tuple[dict[str, float], list[list[float]]]:
@@ -521,17 +524,12 @@ def test_experts_on_other_ranks(
 
 
 TWO_LAYERS = ["model.num_hidden_layers=2", "model.first_dense_layers=0"]
-IN_STAGES = [
-    "parallel.pipeline_parallel_size=2",
-    "parallel.expert_parallel_size=2",
-    "parallel.expert_max_load=1",
-]
-SPLITS = [
-    (3, ["train.mlp_tile_tokens=50", "parallel.reduce_after=micro_batch"]),
-    (4, ["parallel.expert_parallel_size=2", "parallel.shard_ranks=2", "train.mlp_tile_tokens=40"]),
-    (4, IN_STAGES),
-]
-"""With losses and statistics of balance, which plain transformers lack."""
+IN_TILES = ["train.mlp_tile_tokens=50", "parallel.reduce_after=micro_batch"]
+SHARDED = ["parallel.expert_parallel_size=2", "parallel.shard_ranks=2", "train.mlp_tile_tokens=40"]
+IN_STAGES = ["parallel.pipeline_parallel_size=2", "parallel.expert_parallel_size=2"]
+SPLITS = [(3, IN_TILES, 2.0), (4, SHARDED, 2.0), (4, IN_STAGES, 1.0)]
+"""Ranks, settings and the most load, with losses and statistics of balance, which plain
+transformers lack."""
 
 
 @pytest.mark.slow
@@ -542,9 +540,9 @@ def test_training_is_the_same_however_it_is_split(
         moe_steps, 1, store, tmp_path / "alone", [*TWO_LAYERS, "batch.tokens_per_rank=600"], 2
     )[0]
     assert wanted[-1].document_loss and wanted[-1].z_loss and wanted[-1].expert_imbalance
-    for number, (ranks, options) in enumerate(SPLITS):
+    for number, (ranks, options, most_load) in enumerate(SPLITS):
         given = [*TWO_LAYERS, "batch.tokens_per_rank=400", *options]
-        found = workers.run(moe_steps, ranks, store, tmp_path / str(number), given, 2)[0]
+        found = workers.run(moe_steps, ranks, store, tmp_path / str(number), given, 2, most_load)[0]
         for one, other in zip(wanted, found, strict=True):
             assert one.loss == pytest.approx(other.loss, rel=1e-5), options
             assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4), options

@@ -60,7 +60,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         prepare(open_corpus(str(source)), folder / name, tokenizer=str(checkpoint))
     return [
         f"model.from_pretrained={checkpoint}",
-        f"data.stores=[{{path: {folder / 'short'}, weight: 1}}, {{path: {folder / 'long'}, weight: "
+        f"data.store=[{{path: {folder / 'short'}, weight: 1}}, {{path: {folder / 'long'}, weight: "
         f"3}}]",
         "data.held_out=0.1",
         "batch.global_tokens=700",

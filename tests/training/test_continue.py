@@ -58,7 +58,7 @@ def mix(stores: list[Path], *weights: float) -> list[dict[str, Any]]:
 def files(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Settings of a run on short documents, then on long ones with another RoPE and mix, then on
     the first data again."""
-    short = {"max_length": 200, "stores": mix(stores, 3, 1, 1)}
+    short = {"max_length": 200, "store": mix(stores, 3, 1, 1)}
     extended = {
         "rope_theta": 50000.0,
         "rope_scaling": "yarn",
@@ -68,7 +68,7 @@ def files(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs: dict[str, dict[str, Any]] = {
         "short": {"data": short, "batch": {"global_tokens": 1500, "tokens_per_rank": 300}},
         "long": {
-            "data": {"max_length": 700, "stores": mix(stores, 1, 2)},
+            "data": {"max_length": 700, "store": mix(stores, 1, 2)},
             "batch": {"global_tokens": 2500, "tokens_per_rank": 720},
             "model": extended,
             "train": {"recompute": "selective"},

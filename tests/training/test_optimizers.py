@@ -442,7 +442,7 @@ def test_schedules_follow_their_formulas(schedule: str, expected: list[float]) -
     more = {"decay_share": 0.4} if schedule == "wsd" else {}
     every = rates(warmup_steps=2, schedule=schedule, **more)
     assert every == pytest.approx([2.0 * factor for factor in [0.5, 1.0, *expected]])
-    assert every == rates(warmup_steps=7, warmup_ratio=0.2, schedule=schedule, **more)
+    assert every == rates(warmup_steps=0.2, schedule=schedule, **more)
 
 
 def test_where_decay_begins_and_ends() -> None:

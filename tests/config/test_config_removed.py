@@ -1,0 +1,75 @@
+"""Settings that are gone: each is refused by saying what to write now, and read where an older run
+wrote it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from longctx import config
+from longctx.config import ConfigError
+from longctx.config.reading import SETTINGS
+from longctx.config.removed import REMOVED
+
+HEADER = "# 2 ranks: longctx 0.1.0, torch 2.9.0, cpu\n"
+"""As above the settings in a run folder."""
+VALUES: dict[str, Any] = {
+    "data.stores": [{"path": "a", "weight": 3.0}],
+    "batch.pad_to_multiple_of": 16,
+    "parallel.expert_max_load": 1.25,
+    "train.peak_flops": 1e12,
+    "optimizer.warmup_ratio": 0.1,
+    "optimizer.momentum": 0.9,
+}
+"""A value of each that is not its last default."""
+
+
+def written(folder: Path, name: str, value: Any, first: str = "") -> Path:
+    """Writes settings with one value, below a first line."""
+    section, key = name.split(".")
+    path = folder / "run.yaml"
+    path.write_text(first + yaml.safe_dump({section: {key: value}}), "utf-8")
+    return path
+
+
+def test_every_removed_setting_has_a_value_here_and_is_no_setting() -> None:
+    assert REMOVED.keys() == VALUES.keys()
+    assert REMOVED.keys().isdisjoint(SETTINGS)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_says_what_to_write(tmp_path: Path, name: str) -> None:
+    removed = REMOVED[name]
+    for value in (VALUES[name], removed.default):
+        for path, overrides in (
+            (written(tmp_path, name, value), []),
+            (None, [f"{name}={yaml.safe_dump(value, default_flow_style=True)}"]),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                config.load(path, overrides)
+            (problem,) = caught.value.problems
+            assert problem.key == name and problem.rule == "this setting is gone"
+            assert problem.fix == removed.fix(value)
+            assert problem.fix.startswith(
+                "omit it" if removed.now is None else f"write {removed.now}"
+            )
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_settings_of_an_older_run_are_read(tmp_path: Path, name: str) -> None:
+    removed = REMOVED[name]
+    older = written(tmp_path, name, removed.default, HEADER)
+    assert config.load(older) == config.load(None), "the last default means what it meant"
+    older = written(tmp_path, name, VALUES[name], HEADER)
+    if removed.now is None:
+        with pytest.raises(ConfigError, match="this setting is gone"):
+            config.load(older)
+    else:
+        text = yaml.safe_dump(VALUES[name], default_flow_style=True)
+        assert config.load(older) == config.load(None, [f"{removed.now}={text}"])
+
+
+def test_a_share_of_one_is_not_one_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"write optimizer\.warmup_steps, which below 1"):
+        config.load(written(tmp_path, "optimizer.warmup_ratio", 1.0, HEADER))
