@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from longctx.config.problems import Problem, yaml_text
-from longctx.config.run import SECTIONS, Config
-from longctx.model.context_extension import ROPE_SETTINGS
+from longctx.config.names import FIELDS
+from longctx.config.problems import Problem, plain, yaml_text
+from longctx.config.run import Config
+from longctx.model.context_extension import ROPE_KEYS
 from longctx.model.presets import EXPERT_OPTIONS, ModelShape
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse
@@ -54,9 +55,8 @@ class Row:
     @property
     def ways_out(self) -> tuple[str, ...]:
         """Overrides, each of which is enough."""
-        section, name = self.key.split(".")
-        default = SECTIONS[section].model_fields[name].default
-        return f"{self.key}={self.instead or yaml_text(default)}", *self.where.ways_out
+        default = yaml_text(FIELDS[self.key].default)
+        return f"{self.key}={self.instead or default}", *self.where.ways_out
 
     @property
     def fix(self) -> str:
@@ -99,8 +99,7 @@ class _Condition(NamedTuple):
     def holds(self, value: Any) -> bool:
         if self.operator == ">":
             return value is not None and bool(value > self.operand)
-        value = list(value) if isinstance(value, tuple) else value
-        return bool(value == self.operand) == (self.operator == "is")
+        return bool(plain(value) == self.operand) == (self.operator == "is")
 
 
 @cache
@@ -112,8 +111,7 @@ def _conditions(text: str) -> tuple[_Condition, ...]:
 def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
     if name in FACTS and spec is not None:
         return FACTS[name][1](config, spec)
-    section, key = name.split(".")
-    return getattr(getattr(config, section), key)
+    return config.value_of(name)
 
 
 FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
@@ -163,7 +161,7 @@ def _rows() -> Iterator[Row]:
         LORA,
         "the embedding is frozen, and the adapters could not carry its new rows",
     )
-    for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
+    for name in sorted(ModelShape.model_fields.keys() - set(ROPE_KEYS.values())):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _lora()
     yield from _data()

@@ -45,6 +45,14 @@ class Removed:
 
 
 REMOVED = {
+    "model.rope_factor": Removed(None, now="model.rope_scaling.factor"),
+    "model.rope_original_length": Removed(
+        None, now="model.rope_scaling.original_max_position_embeddings"
+    ),
+    "model.rope_low_freq_factor": Removed(None, now="model.rope_scaling.low_freq_factor"),
+    "model.rope_high_freq_factor": Removed(None, now="model.rope_scaling.high_freq_factor"),
+    "model.rope_beta_fast": Removed(None, now="model.rope_scaling.beta_fast"),
+    "model.rope_beta_slow": Removed(None, now="model.rope_scaling.beta_slow"),
     "data.stores": Removed(None, now="data.store"),
     "batch.pad_to_multiple_of": Removed(
         1,
@@ -63,6 +71,11 @@ REMOVED = {
 """By dotted name."""
 
 
+def scaling_of_kind(kind: str) -> dict[str, str]:
+    """Returns model.rope_scaling for a kind, which was its whole value."""
+    return {"rope_type": "default" if kind == "none" else kind}
+
+
 def of_today(values: dict[str, Any]) -> dict[str, Any]:
     """Returns settings that a run wrote, by section, as they are written today.
 
@@ -73,6 +86,10 @@ def of_today(values: dict[str, Any]) -> dict[str, Any]:
         section: dict(content) if isinstance(content, dict) else content
         for section, content in values.items()
     }
+    model = new.get("model")
+    if isinstance(model, dict) and not isinstance(model.get("rope_scaling"), dict):
+        kind = model.pop("rope_scaling", None)
+        model["rope_scaling"] = {} if kind is None else scaling_of_kind(kind)
     for name, removed in REMOVED.items():
         section, key = name.split(".")
         content = new.get(section)

@@ -57,13 +57,10 @@ def _model(config: Config, error: UserError) -> Iterator[Problem]:
         yield from error.problems
     elif isinstance(error, RopeError):
         fix = "correct the RoPE settings, or omit them to keep the checkpoint's RoPE"
-        yield Problem(
-            f"model.{model.changed_rope[0][0]}",
-            model.changed_rope[0][1],
-            rule=str(error),
-            fix=fix,
-            others=("model.from_pretrained",),
-        )
+        key = "model.rope_scaling" if model.rope_scaling.written() else "model.rope_theta"
+        value = config.value_of(key)
+        others = ("model.from_pretrained",)
+        yield Problem(key, value, rule=str(error), fix=fix, others=others)
     elif isinstance(error, QuantizationError):
         yield Problem(
             "lora.base",

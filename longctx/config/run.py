@@ -8,7 +8,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from longctx.config import settings
-from longctx.config.problems import plain
 from longctx.hf.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.layout import longest_document
@@ -45,10 +44,15 @@ class Config(BaseModel):
         """Returns the settings with new values by dotted name; rules are not checked."""
         config = self
         for name, value in changes.items():
-            section, key = name.split(".")
-            changed = getattr(config, section).model_copy(update={key: value})
-            config = config.model_copy(update={section: changed})
+            config = _replaced(config, name.split("."), value)
         return config
+
+    def value_of(self, name: str) -> Any:
+        """Returns the value of a setting, or of a key of one, by dotted name."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
 
     def model_source(self, vocab_size: int | None = None) -> ModelSource:
         """Returns the source of the model. `vocab_size` is the size of the store's tokenizer, None
@@ -162,7 +166,16 @@ class Config(BaseModel):
 
     def to_yaml(self) -> str:
         """Returns every setting with its value as YAML; `load` reads it back as an equal Config."""
-        return yaml.safe_dump(plain(self.model_dump()), sort_keys=False)
+        values = {section: getattr(self, section).written() for section in SECTIONS}
+        return yaml.safe_dump(values, sort_keys=False)
+
+
+def _replaced(model: Any, path: list[str], value: Any) -> Any:
+    """Returns a copy of a model of pydantic with another value where a path of names leads to."""
+    key, *rest = path
+    if rest:
+        value = _replaced(getattr(model, key), rest, value)
+    return model.model_copy(update={key: value})
 
 
 SECTIONS: dict[str, type[settings.Section]] = {

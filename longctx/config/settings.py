@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -16,10 +17,10 @@ from pydantic import (
     field_validator,
 )
 
-from longctx.config.problems import ConfigError, Problem
+from longctx.config.problems import ConfigError, Problem, plain
 from longctx.hf.lora_options import Lora
-from longctx.model.context_extension import ROPE_SETTINGS
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.context_extension import ROPE_KEYS, shape_of_rope
+from longctx.model.presets import MOST_ENTRIES, PRESETS, ModelShape
 from longctx.paths import expanded, local_path
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
@@ -53,6 +54,40 @@ class Section(BaseModel):
         for field in cls.model_fields.values():
             field.description = " ".join((field.description or "").split())
 
+    def written(self) -> dict[str, Any]:
+        """Returns the settings as they are written in YAML, those of mappings that are given."""
+        return {key: plain(value) for key, value in self}
+
+
+def _given(value: Any) -> Any:
+    """Returns a mapping as it is given; null, as of one whose keys are commented out, is empty."""
+    if value is None:
+        return {}
+    return value
+
+
+class RopeScaling(Section):
+    """RoPE scaling, by the keys of transformers' configs"""
+
+    rope_type: Literal["default", "linear", "ntk", "yarn", "llama3"] | None = None
+    """type of the scaling; default: none; ntk: a larger base instead"""
+    factor: float | None = Field(None, ge=1)
+    """new context length / original context length"""
+    original_max_position_embeddings: int | None = Field(None, ge=1, le=MOST_ENTRIES)
+    """original context length in tokens (yarn, llama3)"""
+    low_freq_factor: float | None = Field(None, gt=0)
+    """llama3: frequencies with fewer rotations are divided by factor"""
+    high_freq_factor: float | None = Field(None, gt=0)
+    """llama3: frequencies with more rotations are kept"""
+    beta_fast: float | None = Field(None, gt=0)
+    """yarn: frequencies with more rotations are kept"""
+    beta_slow: float | None = Field(None, gt=0)
+    """yarn: frequencies with fewer rotations are divided by factor"""
+
+    def written(self) -> dict[str, Any]:
+        """Returns the keys that are given."""
+        return self.model_dump(exclude_none=True)
+
 
 class _Start(Section):
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
@@ -74,7 +109,7 @@ _SIZES: dict[str, Any] = {
         Field(None, description=f"{size.description} (null: the preset's)"),
     )
     for name, size in ModelShape.model_fields.items()
-    if size.annotation
+    if size.annotation and name not in ROPE_KEYS.values()
 }
 _SIZES["vocab_size"] = (
     int | None,
@@ -86,12 +121,18 @@ _SIZES["vocab_size"] = (
 class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: ignore[misc]  # mypy follows no fields from there
     """a new model of a preset, whose sizes can be replaced, or a checkpoint"""
 
+    rope_theta: float | None = Field(None, gt=0)
+    """base of the rotary position embedding (null: the preset's or the checkpoint's)"""
+    rope_scaling: Annotated[RopeScaling, BeforeValidator(_given)] = RopeScaling()
+    """RoPE for longer documents, of a new model or a checkpoint, in the words of transformers'
+    configs: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8192}; what is not
+    named stays the preset's or the checkpoint's"""
+
     @property
     def changed_rope(self) -> tuple[tuple[str, Any], ...]:
-        """RoPE settings that override those of the checkpoint, as (name, value)."""
-        return tuple(
-            (name, value) for name in ROPE_SETTINGS if (value := getattr(self, name)) is not None
-        )
+        """RoPE settings that override those of the checkpoint, as (key of transformers, value)."""
+        theta = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
+        return (*theta.items(), *self.rope_scaling.written().items())
 
     def sizes(self) -> ModelShape:
         """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError
@@ -101,14 +142,16 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
             raise ConfigError.of(
                 [Problem("model.preset", self.preset, "unknown preset", fix)], "the model section"
             )
-        replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
+        replaced = self.model_dump(include=set(_SIZES), exclude_none=True)
+        rope = shape_of_rope(dict(self.changed_rope))
+        preset = PRESETS[self.preset].model_dump()
         try:
-            return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
+            return ModelShape.model_validate({**preset, **replaced, **rope})
         except ValidationError as error:
             problems = []
             for details in error.errors():
                 key = ".".join(["model", *map(str, details["loc"])])
-                value = details["input"] if details["loc"] else replaced
+                value = details["input"] if details["loc"] else {**replaced, **rope}
                 rule = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
                 problems.append(
                     Problem(key, value, rule, f"omit it to keep the value of preset {self.preset}")

@@ -10,7 +10,8 @@ import yaml
 
 from longctx import config
 from longctx.config import Config, ConfigError
-from longctx.config.reading import ALIASES, ELSEWHERE, SETTINGS
+from longctx.config.explain import ELSEWHERE
+from longctx.config.names import ALIASES, SETTINGS
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document

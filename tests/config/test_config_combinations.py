@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from longctx.config import ConfigError, Problem, load
 from longctx.config.combinations import A_CHECKPOINT, CHECKPOINT, FACTS, ROWS, Row, _conditions
+from longctx.config.names import SETTINGS
 from longctx.config.problems import yaml_text
-from longctx.config.reading import SETTINGS
 from longctx.config.run import SECTIONS
 from tests.family_cases import build
 

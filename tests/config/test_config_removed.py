@@ -9,12 +9,18 @@ import yaml
 
 from longctx import config
 from longctx.config import ConfigError
-from longctx.config.reading import SETTINGS
+from longctx.config.names import SETTINGS
 from longctx.config.removed import REMOVED
 
 HEADER = "# 2 ranks: longctx 0.1.0, torch 2.9.0, cpu\n"
 """As above the settings in a run folder."""
 VALUES: dict[str, Any] = {
+    "model.rope_factor": 4.5,
+    "model.rope_original_length": 4096,
+    "model.rope_low_freq_factor": 1.5,
+    "model.rope_high_freq_factor": 3.5,
+    "model.rope_beta_fast": 16.5,
+    "model.rope_beta_slow": 2.5,
     "data.stores": [{"path": "a", "weight": 3.0}],
     "batch.pad_to_multiple_of": 16,
     "parallel.expert_max_load": 1.25,
@@ -68,6 +74,16 @@ def test_settings_of_an_older_run_are_read(tmp_path: Path, name: str) -> None:
     else:
         text = yaml.safe_dump(VALUES[name], default_flow_style=True)
         assert config.load(older) == config.load(None, [f"{removed.now}={text}"])
+
+
+@pytest.mark.parametrize(("kind", "now"), [("yarn", "yarn"), ("none", "default")])
+def test_the_kind_of_rope_was_a_text(tmp_path: Path, kind: str, now: str) -> None:
+    with pytest.raises(ConfigError, match=f"write model.rope_scaling: {{rope_type: {now}}}"):
+        config.load(written(tmp_path, "model.rope_scaling", kind))
+    older = tmp_path / "older.yaml"
+    older.write_text(f"{HEADER}model: {{rope_scaling: {kind}, rope_factor: 4.0}}\n", "utf-8")
+    found = config.load(older).model.rope_scaling.written()
+    assert found == {"rope_type": now, "factor": 4.0}
 
 
 def test_a_share_of_one_is_not_one_step(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
         "has 2112 of 4224 columns of a parameter",
     ),
     "RoPE": (
-        [LLAMA, "model.rope_scaling=yarn"],
+        [LLAMA, "model.rope_scaling.rope_type=yarn"],
         None,
         "model.rope_scaling",
         "give a factor greater than 1",

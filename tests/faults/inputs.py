@@ -27,8 +27,8 @@ import yaml
 
 from longctx.cli import main
 from longctx.config import Config
+from longctx.config.names import SETTINGS
 from longctx.config.problems import plain
-from longctx.config.reading import SETTINGS
 
 FULL = {
     "configs": 2000,

@@ -78,7 +78,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 SHORT = ["train.steps=2", "data.max_length=64", "optimizer.decay_steps=5"]
-LONG = ["train.steps=5", "data.max_length=256", "model.rope_original_length=64"]
+LONG = [
+    "train.steps=5",
+    "data.max_length=256",
+    "model.rope_scaling.original_max_position_embeddings=64",
+]
 
 
 def train(runs: Path, settings: list[str]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import figures
 import longctx
 from longctx import cli
 from longctx.config import ConfigError
-from longctx.config.reading import SETTINGS
+from longctx.config.names import SETTINGS
 from tests import launched
 from tests.training_cases import make_store
 

@@ -61,9 +61,11 @@ def files(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = {"max_length": 200, "store": mix(stores, 3, 1, 1)}
     extended = {
         "rope_theta": 50000.0,
-        "rope_scaling": "yarn",
-        "rope_factor": 4.0,
-        "rope_original_length": 200,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 200,
+        },
     }
     runs: dict[str, dict[str, Any]] = {
         "short": {"data": short, "batch": {"global_tokens": 1500, "tokens_per_rank": 300}},

@@ -180,13 +180,13 @@ LENGTHENED = {
     "as it was": ([], 1476, {"rope_type": "default", "rope_theta": 1e4}),
     "base": (["model.rope_theta=50000.0"], 1476, {"rope_type": "default", "rope_theta": 5e4}),
     "factor": (
-        ["model.rope_scaling=linear", "model.rope_factor=2"],
+        ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=2"],
         1476,
         {"rope_type": "linear", "factor": 2.0},
     ),
     "adapters": (["lora.rank=4"], 1476, {"rope_type": "default", "rope_theta": 1e4}),
     "enough": (
-        ["model.rope_scaling=linear", "model.rope_factor=32"],
+        ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=32"],
         2048,
         {"rope_type": "linear", "factor": 32.0},
     ),
@@ -233,12 +233,20 @@ def test_an_export_is_as_long_as_what_was_trained(
     )
 
 
-LLAMA3 = ["model.rope_scaling=llama3", "model.rope_factor=2", "model.rope_original_length=100"]
+LLAMA3 = [
+    "model.rope_scaling.rope_type=llama3",
+    "model.rope_scaling.factor=2",
+    "model.rope_scaling.original_max_position_embeddings=100",
+]
 NEW = {
     "llama3, pipeline": (2, [*LLAMA3, "parallel.pipeline_parallel_size=2"], "LlamaForCausalLM"),
     "ntk": (
         2,
-        ["model.rope_scaling=ntk", "model.rope_factor=2", "model.tie_word_embeddings=false"],
+        [
+            "model.rope_scaling.rope_type=ntk",
+            "model.rope_scaling.factor=2",
+            "model.tie_word_embeddings=false",
+        ],
         "LlamaForCausalLM",
     ),
     "qwen3": (
