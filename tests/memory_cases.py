@@ -19,10 +19,10 @@ from tests.training_cases import SMALL, forced, start
 from tests.workers import Workers
 
 MODEL = [
-    "model.hidden_size=128",
-    "model.intermediate_size=384",
-    "model.head_dim=32",
-    "model.num_hidden_layers=3",
+    "model.overrides.hidden_size=128",
+    "model.overrides.intermediate_size=384",
+    "model.overrides.head_dim=32",
+    "model.overrides.num_hidden_layers=3",
     "data.max_length=2048",
     "batch.global_tokens=4096",
 ]

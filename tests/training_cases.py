@@ -45,11 +45,11 @@ MODULES = (
 """Part of the embedded corpus, 80 to 60,000 bytes a file."""
 
 SMALL = [
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
-    "model.head_dim=8",
+    "model.overrides.hidden_size=32",
+    "model.overrides.intermediate_size=64",
+    "model.overrides.num_attention_heads=4",
+    "model.overrides.num_key_value_heads=2",
+    "model.overrides.head_dim=8",
     "data.max_length=1500",
     "batch.global_tokens=4000",
     "train.steps=10",

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from longctx.config.names import FIELDS
 from longctx.config.problems import Problem, plain, yaml_text
 from longctx.config.run import Config
-from longctx.model.context_extension import ROPE_KEYS
-from longctx.model.presets import EXPERT_OPTIONS, ModelShape
+from longctx.model.presets import EXPERT_OPTIONS
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse
 
@@ -115,9 +114,12 @@ def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
 
 
 FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
-    "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
+    "the number of experts": (
+        "model.overrides.num_experts",
+        lambda config, spec: spec.largest_layer.experts,
+    ),
     "the bias of the router": (  # which no family of checkpoints that the native decoder runs has
-        "model.router_bias",
+        "model.overrides.router_bias",
         lambda config, spec: (
             config.model.from_pretrained is None and config.model.sizes().router_bias
         ),
@@ -139,7 +141,8 @@ PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_para
 EXPERTS = Where("the number of experts > 0")
 NO_EXPERTS = Where("the number of experts is 0")
 NEW_WITHOUT_EXPERTS = Where(
-    "the number of experts is 0 and model.from_pretrained is null", ("model.num_experts=8",)
+    "the number of experts is 0 and model.from_pretrained is null",
+    ("model.overrides.num_experts=8",),
 )
 SPLIT = ("parallel.tensor_parallel_size > 1", "parallel.pipeline_parallel_size > 1")
 BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
@@ -161,8 +164,8 @@ def _rows() -> Iterator[Row]:
         LORA,
         "the embedding is frozen, and the adapters could not carry its new rows",
     )
-    for name in sorted(ModelShape.model_fields.keys() - set(ROPE_KEYS.values())):
-        yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
+    for condition in ("model.overrides is not {}", "model.vocab_size is not null"):
+        yield Row(condition, CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _lora()
     yield from _data()
     yield from _parallelism()
@@ -258,7 +261,9 @@ def _experts() -> Iterator[Row]:
     yield Row("parallel.expert_parallel_size > 1", NO_EXPERTS, "the model has no experts")
     for name in sorted(EXPERT_OPTIONS):
         yield Row(
-            f"model.{name} is not null", NEW_WITHOUT_EXPERTS, "it has no effect without experts"
+            f"model.overrides.{name} is not null",
+            NEW_WITHOUT_EXPERTS,
+            "it has no effect without experts",
         )
     yield Row(
         "train.float8 is not null", EXPERTS, "float8 is not supported for mixtures of experts"
@@ -275,7 +280,7 @@ def _experts() -> Iterator[Row]:
     )
     yield Row(
         "balance.bias_rate > 0",
-        Where(f"{no_bias} null", ("model.router_bias=true",)),
+        Where(f"{no_bias} null", ("model.overrides.router_bias=true",)),
         "the router has no bias to move",
     )
     yield Row(

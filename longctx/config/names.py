@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pydantic.fields import FieldInfo
 
 from longctx.config.run import SECTIONS
-from longctx.config.settings import Section
+from longctx.config.settings import Keyed
 
 SETTINGS: dict[str, FieldInfo] = {
     f"{section}.{key}": setting
@@ -14,10 +14,10 @@ SETTINGS: dict[str, FieldInfo] = {
     for key, setting in kind.model_fields.items()
 }
 """All settings by dotted name."""
-MAPPINGS: dict[str, type[Section]] = {
+MAPPINGS: dict[str, type[Keyed]] = {
     name: setting.annotation
     for name, setting in SETTINGS.items()
-    if isinstance(setting.annotation, type) and issubclass(setting.annotation, Section)
+    if isinstance(setting.annotation, type) and issubclass(setting.annotation, Keyed)
 }
 """Settings that are mappings, such as model.rope_scaling, with the class of their keys."""
 KEYS: dict[str, FieldInfo] = {

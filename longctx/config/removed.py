@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx.config.problems import yaml_text
+from longctx.config.settings import Overrides
 
 RUN_HEADER = re.compile(r"# \d+ ranks: ")
 """Begins the settings that a run has written into its folder."""
@@ -45,6 +46,10 @@ class Removed:
 
 
 REMOVED = {
+    **{
+        f"model.{size}": Removed(None, now=f"model.overrides.{size}")
+        for size in Overrides.model_fields
+    },
     "model.rope_factor": Removed(None, now="model.rope_scaling.factor"),
     "model.rope_original_length": Removed(
         None, now="model.rope_scaling.original_max_position_embeddings"

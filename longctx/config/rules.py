@@ -227,7 +227,7 @@ def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             f"{ranks} ranks with {chunks} stages each need at least {ranks * chunks} layers, "
             f"but the model has {layers}"
         )
-        others = ("parallel.pipeline_chunks", "model.num_hidden_layers")
+        others = ("parallel.pipeline_chunks", "model.overrides.num_hidden_layers")
         yield Problem("parallel.pipeline_parallel_size", ranks, rule=rule, fix=fix, others=others)
 
 
@@ -249,7 +249,7 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             size,
             rule=rule,
             fix=fix,
-            others=("model.num_key_value_heads",),
+            others=("model.overrides.num_key_value_heads",),
         )
     else:
         yield from _ulysses_degree(
@@ -299,7 +299,7 @@ def _cut_blocks(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     size = config.parallel.tensor_parallel_size
     shape = spec.largest_layer
     widths = {
-        "model.num_attention_heads": shape.num_attention_heads * shape.head_dim,
+        "model.overrides.num_attention_heads": shape.num_attention_heads * shape.head_dim,
         **_split_widths(spec),
     }
     possible = [
@@ -339,9 +339,9 @@ def _split_widths(spec: ModelSpec) -> dict[str, int]:
     widths = {}
     for layer in spec.layers:
         if not layer.experts:
-            widths["model.intermediate_size"] = layer.intermediate_size
+            widths["model.overrides.intermediate_size"] = layer.intermediate_size
         elif width := layer.intermediate_size - layer.routed_size:
-            widths["model.shared_expert_intermediate_size"] = width
+            widths["model.overrides.shared_expert_intermediate_size"] = width
     return widths
 
 
@@ -355,7 +355,7 @@ def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator
     """Checks that `context.ulysses_degree` shares out the heads of each rank evenly."""
     degree = config.context.ulysses_degree
     if degree not in (possible := ulysses_degrees(query_heads, kv_heads)):
-        others = ("model.num_key_value_heads", "parallel.tensor_parallel_size")
+        others = ("model.overrides.num_key_value_heads", "parallel.tensor_parallel_size")
         rule = (
             f"must divide the KV heads per rank, {kv_heads}, or be a multiple that divides the "
             f"query heads, {query_heads}"
@@ -389,7 +389,11 @@ def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         f"{experts} experts cannot be split evenly over {expert} × {tensor} expert and tensor "
         "parallel ranks"
     )
-    others = ("model.num_experts", "parallel.tensor_parallel_size", "parallel.expert_parallel_size")
+    others = (
+        "model.overrides.num_experts",
+        "parallel.tensor_parallel_size",
+        "parallel.expert_parallel_size",
+    )
     yield Problem(
         f"parallel.{key}",
         size,

@@ -16,6 +16,7 @@ from pydantic import (
     create_model,
     field_validator,
 )
+from pydantic_core import ErrorDetails
 
 from longctx.config.problems import ConfigError, Problem, plain
 from longctx.hf.lora_options import Lora
@@ -66,7 +67,15 @@ def _given(value: Any) -> Any:
     return value
 
 
-class RopeScaling(Section):
+class Keyed(Section):
+    """Base of settings that have keys of their own. None is a key that is not given."""
+
+    def written(self) -> dict[str, Any]:
+        """Returns the keys that are given."""
+        return self.model_dump(exclude_none=True)
+
+
+class RopeScaling(Keyed):
     """RoPE scaling, by the keys of transformers' configs"""
 
     rope_type: Literal["default", "linear", "ntk", "yarn", "llama3"] | None = None
@@ -84,12 +93,27 @@ class RopeScaling(Section):
     beta_slow: float | None = Field(None, gt=0)
     """yarn: frequencies with fewer rotations are divided by factor"""
 
-    def written(self) -> dict[str, Any]:
-        """Returns the keys that are given."""
-        return self.model_dump(exclude_none=True)
+
+_NO_SIZES = {"vocab_size", *ROPE_KEYS.values()}
+_SIZES: dict[str, Any] = {
+    name: (
+        size.annotation | None,
+        Field(None, description=f"{size.description} (null: the preset's)"),
+    )
+    for name, size in ModelShape.model_fields.items()
+    if size.annotation and name not in _NO_SIZES
+}
+"""A key, such as `hidden_size`, for each field of ModelShape, which has its bounds, but for those
+of RoPE and of the tokenizer."""
 
 
-class _Start(Section):
+class Overrides(create_model("_Sizes", __base__=Keyed, **_SIZES)):  # type: ignore[misc]  # mypy follows no fields from there
+    """sizes of a new model, by the keys of transformers' configs where they have one"""
+
+
+class ModelSection(Section):
+    """a new model of a preset, whose sizes can be replaced, or a checkpoint"""
+
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
     from_pretrained: PathOrName | None = None
     """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new
@@ -101,32 +125,17 @@ class _Start(Section):
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """code that runs the checkpoint: transformers' own or the native decoder; auto: native with
     tensor or pipeline parallelism, otherwise transformers"""
-
-
-_SIZES: dict[str, Any] = {
-    name: (
-        size.annotation | None,
-        Field(None, description=f"{size.description} (null: the preset's)"),
-    )
-    for name, size in ModelShape.model_fields.items()
-    if size.annotation and name not in ROPE_KEYS.values()
-}
-_SIZES["vocab_size"] = (
-    int | None,
-    Field(None, description="entries of the embedding (null: size of the store's tokenizer)"),
-)
-"""A setting, such as `hidden_size`, for each field of ModelShape, which has its bounds."""
-
-
-class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: ignore[misc]  # mypy follows no fields from there
-    """a new model of a preset, whose sizes can be replaced, or a checkpoint"""
-
+    vocab_size: int | None = Field(None, ge=2, le=MOST_ENTRIES)
+    """entries of the embedding (null: size of the store's tokenizer)"""
     rope_theta: float | None = Field(None, gt=0)
     """base of the rotary position embedding (null: the preset's or the checkpoint's)"""
     rope_scaling: Annotated[RopeScaling, BeforeValidator(_given)] = RopeScaling()
     """RoPE for longer documents, of a new model or a checkpoint, in the words of transformers'
     configs: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8192}; what is not
     named stays the preset's or the checkpoint's"""
+    overrides: Annotated[Overrides, BeforeValidator(_given)] = Overrides()
+    """sizes of a new model that replace those of the preset: {hidden_size: 64, num_hidden_layers:
+    2}"""
 
     @property
     def changed_rope(self) -> tuple[tuple[str, Any], ...]:
@@ -139,24 +148,30 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
         if they are inconsistent."""
         if self.preset not in PRESETS:
             fix = f"choose one of {', '.join(PRESETS)}"
-            raise ConfigError.of(
-                [Problem("model.preset", self.preset, "unknown preset", fix)], "the model section"
-            )
-        replaced = self.model_dump(include=set(_SIZES), exclude_none=True)
+            problem = Problem("model.preset", self.preset, "unknown preset", fix)
+            raise ConfigError.of([problem], "the model section")
+        replaced = self.overrides.written()
+        if self.vocab_size is not None:
+            replaced["vocab_size"] = self.vocab_size
         rope = shape_of_rope(dict(self.changed_rope))
         preset = PRESETS[self.preset].model_dump()
         try:
             return ModelShape.model_validate({**preset, **replaced, **rope})
         except ValidationError as error:
-            problems = []
-            for details in error.errors():
-                key = ".".join(["model", *map(str, details["loc"])])
-                value = details["input"] if details["loc"] else {**replaced, **rope}
-                rule = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
-                problems.append(
-                    Problem(key, value, rule, f"omit it to keep the value of preset {self.preset}")
-                )
+            problems = [self._problem_of_size(details) for details in error.errors()]
             raise ConfigError.of(problems, "the model section") from error
+
+    def _problem_of_size(self, details: ErrorDetails) -> Problem:
+        """Returns the problem of a size that is out of range, or of sizes that do not go
+        together."""
+        fix = f"omit it to keep the value of preset {self.preset}"
+        rule = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
+        if details["loc"]:
+            key = f"model.overrides.{details['loc'][0]}"
+            return Problem(key, details["input"], rule, fix)
+        given = {"overrides": self.overrides.written(), "rope_scaling": self.rope_scaling.written()}
+        value = {name: keys for name, keys in given.items() if keys}
+        return Problem("model", value, rule, fix)
 
     def shape(self, vocab_size: int) -> ModelShape:
         """Returns the sizes for a tokenizer of `vocab_size` entries, which `model.vocab_size` may

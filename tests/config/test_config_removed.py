@@ -14,7 +14,37 @@ from longctx.config.removed import REMOVED
 
 HEADER = "# 2 ranks: longctx 0.1.0, torch 2.9.0, cpu\n"
 """As above the settings in a run folder."""
+SIZES = {
+    **dict.fromkeys(
+        (
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "sliding_window", "full_attention_every"),
+            *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            *("shared_expert_intermediate_size", "first_dense_layers"),
+        ),
+        4,
+    ),
+    **dict.fromkeys(("rms_norm_eps", "routed_scaling_factor"), 0.5),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "qkv_bias", "qk_norm", "norm_topk_prob", "router_bias"), True
+    ),
+    "router_scores": "sigmoid",
+}
+"""A value of each size that was a setting."""
+NEEDS: dict[str, dict[str, Any]] = {
+    "full_attention_every": {"sliding_window": 8},
+    "num_experts_per_tok": {"num_experts": 8},
+    "moe_intermediate_size": {"num_experts": 8},
+    "shared_expert_intermediate_size": {"num_experts": 8},
+    "first_dense_layers": {"num_experts": 8, "num_hidden_layers": 5},
+    "router_scores": {"num_experts": 8},
+    "norm_topk_prob": {"num_experts": 8},
+    "routed_scaling_factor": {"num_experts": 8},
+    "router_bias": {"num_experts": 8},
+}
+"""Sizes without which others have no effect or are refused."""
 VALUES: dict[str, Any] = {
+    **{f"model.{size}": value for size, value in SIZES.items()},
     "model.rope_factor": 4.5,
     "model.rope_original_length": 4096,
     "model.rope_low_freq_factor": 1.5,
@@ -31,11 +61,13 @@ VALUES: dict[str, Any] = {
 """A value of each that is not its last default."""
 
 
-def written(folder: Path, name: str, value: Any, first: str = "") -> Path:
-    """Writes settings with one value, below a first line."""
+def written(
+    folder: Path, name: str, value: Any, first: str = "", others: dict[str, Any] | None = None
+) -> Path:
+    """Writes settings with one value, and others of its section, below a first line."""
     section, key = name.split(".")
     path = folder / "run.yaml"
-    path.write_text(first + yaml.safe_dump({section: {key: value}}), "utf-8")
+    path.write_text(first + yaml.safe_dump({section: {**(others or {}), key: value}}), "utf-8")
     return path
 
 
@@ -67,13 +99,15 @@ def test_settings_of_an_older_run_are_read(tmp_path: Path, name: str) -> None:
     removed = REMOVED[name]
     older = written(tmp_path, name, removed.default, HEADER)
     assert config.load(older) == config.load(None), "the last default means what it meant"
-    older = written(tmp_path, name, VALUES[name], HEADER)
+    needs = NEEDS.get(name.removeprefix("model."), {})
+    older = written(tmp_path, name, VALUES[name], HEADER, needs)
     if removed.now is None:
         with pytest.raises(ConfigError, match="this setting is gone"):
             config.load(older)
     else:
         text = yaml.safe_dump(VALUES[name], default_flow_style=True)
-        assert config.load(older) == config.load(None, [f"{removed.now}={text}"])
+        today = [f"model.overrides.{size}={value}" for size, value in needs.items()]
+        assert config.load(older) == config.load(None, [*today, f"{removed.now}={text}"])
 
 
 @pytest.mark.parametrize(("kind", "now"), [("yarn", "yarn"), ("none", "default")])

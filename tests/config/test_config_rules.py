@@ -19,7 +19,7 @@ MIXTURE = "model.preset=tiny-moe"
 IN_8_BITS = ["optimizer.name=adamw-8bit", "parallel.tensor_parallel_size=2"]
 IN_FLOAT8 = ["train.float8=rowwise", "train.dtype=bfloat16"]
 LLAMA = "model.from_pretrained=llama"
-WIDE = [*IN_8_BITS, "model.hidden_size=1024"]
+WIDE = [*IN_8_BITS, "model.overrides.hidden_size=1024"]
 EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
     "a pattern": (
         ["optimizer.groups=[{match: '('}]"],
@@ -60,13 +60,13 @@ EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
     ),
     "8 bits": (IN_8_BITS, None, "optimizer.name", "has 64 of 128 columns of a parameter"),
     "8 bits of an MLP": (
-        [*WIDE, "model.intermediate_size=4352"],
+        [*WIDE, "model.overrides.intermediate_size=4352"],
         None,
         "optimizer.name",
         "has 2176 of 4352 columns of a parameter",
     ),
     "8 bits of a shared expert": (
-        [*WIDE, MIXTURE, "model.shared_expert_intermediate_size=4224"],
+        [*WIDE, MIXTURE, "model.overrides.shared_expert_intermediate_size=4224"],
         None,
         "optimizer.name",
         "has 2112 of 4224 columns of a parameter",

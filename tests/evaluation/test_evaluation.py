@@ -162,7 +162,7 @@ def test_a_scaled_rope_is_another_model_and_is_said(
     assert found["overall"]["loss"] != pytest.approx(alone["run"]["overall"]["loss"], rel=1e-6)
     assert "not as trained: model.rope_scaling is 'yarn', was 'none'" in found["notes"]
     with pytest.raises(AssertionError, match=r"contains another model: hidden_size is 16, was 32"):
-        workers.run(losses, 1, str(run), store, [*WHOLE, "model.hidden_size=16"])
+        workers.run(losses, 1, str(run), store, [*WHOLE, "model.overrides.hidden_size=16"])
 
 
 @pytest.mark.slow

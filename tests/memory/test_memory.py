@@ -40,15 +40,19 @@ ON_4 = [
     "context.mode=static",
     "context.degree=4",
     "batch.tokens_per_rank=512",
-    "model.num_key_value_heads=4",
+    "model.overrides.num_key_value_heads=4",
 ]
 SWAPPED = [
     "context.mode=static",
     "context.degree=2",
     "context.ulysses_degree=2",
-    "model.num_key_value_heads=4",
+    "model.overrides.num_key_value_heads=4",
 ]
-EXPERTS = ["model.num_experts=8", "model.moe_intermediate_size=192", "model.num_hidden_layers=4"]
+EXPERTS = [
+    "model.overrides.num_experts=8",
+    "model.overrides.moe_intermediate_size=192",
+    "model.overrides.num_hidden_layers=4",
+]
 FULL, SELECTIVE, NORMS = (f"train.recompute={mode}" for mode in ("full", "selective", "norms"))
 BFLOAT16, TILES = "train.dtype=bfloat16", "train.mlp_tile_tokens="
 HALF, WHOLE = "batch.tokens_per_rank=1024", "batch.tokens_per_rank=2048"
@@ -69,8 +73,11 @@ MEASURED: dict[str, tuple[int, list[str]]] = {
     ),
     "bfloat16, recompute selective": (1, [WHOLE, SELECTIVE, BFLOAT16]),
     "bfloat16, recompute norms, heads swapped for tokens": (2, [*SWAPPED, HALF, NORMS, BFLOAT16]),
-    "recompute mlp": (1, [WHOLE, "train.recompute=mlp", "model.intermediate_size=512"]),
-    "recompute norms, split documents, norms of heads": (2, [HALF, NORMS, "model.qk_norm=true"]),
+    "recompute mlp": (1, [WHOLE, "train.recompute=mlp", "model.overrides.intermediate_size=512"]),
+    "recompute norms, split documents, norms of heads": (
+        2,
+        [HALF, NORMS, "model.overrides.qk_norm=true"],
+    ),
     "received keys kept": (4, [*ON_4, "context.keep_kv=true", SELECTIVE]),
     "a large vocabulary, gradients reduced at once": (
         2,
@@ -80,15 +87,21 @@ MEASURED: dict[str, tuple[int, list[str]]] = {
         2,
         [
             HALF,
-            "model.intermediate_size=1024",
+            "model.overrides.intermediate_size=1024",
             TILES + "128",
             "parallel.reshard_after=step",
             "context.keep_kv=true",
         ],
     ),
     "copies of the weights": (2, [HALF, "parallel.shard_ranks=1", SELECTIVE]),
-    "norms of heads, biases": (1, [WHOLE, "model.qk_norm=true", "model.qkv_bias=true"]),
-    "pipeline": (2, [WHOLE, "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"]),
+    "norms of heads, biases": (
+        1,
+        [WHOLE, "model.overrides.qk_norm=true", "model.overrides.qkv_bias=true"],
+    ),
+    "pipeline": (
+        2,
+        [WHOLE, "parallel.pipeline_parallel_size=2", "model.overrides.num_hidden_layers=4"],
+    ),
 }
 QUICK = [
     *(name for name in MEASURED if name.startswith(("MLP in tiles", "bfloat16, recompute norms")))

@@ -240,7 +240,7 @@ def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
         ("gpt2", ["rope_theta=1e5"], "gpt2 has no rotary position embedding"),
         ("llama", ["rope_scaling.rope_type=yarn"], "factor is 1.0: give a factor greater than 1"),
         ("llama", ["rope_scaling.factor=4.0"], "rope_type is not set"),
-        ("llama", ["hidden_size=64"], "sizes are taken from the checkpoint"),
+        ("llama", ["overrides.hidden_size=64"], "sizes are taken from the checkpoint"),
     ],
 )
 def test_what_a_checkpoint_cannot_take_is_refused(

@@ -34,9 +34,9 @@ from tests.workers import Workers
 
 TINY_MOE = [
     "model.preset=tiny-moe",
-    "model.num_hidden_layers=4",
-    "model.moe_intermediate_size=16",
-    "model.shared_expert_intermediate_size=16",
+    "model.overrides.num_hidden_layers=4",
+    "model.overrides.moe_intermediate_size=16",
+    "model.overrides.shared_expert_intermediate_size=16",
     "data.max_length=600",
     "batch.global_tokens=2000",
     "balance.document_loss=0.01",
@@ -523,7 +523,7 @@ def test_experts_on_other_ranks(
         assert max(map(max, calls)) <= most_rows + len(tokens) // groups
 
 
-TWO_LAYERS = ["model.num_hidden_layers=2", "model.first_dense_layers=0"]
+TWO_LAYERS = ["model.overrides.num_hidden_layers=2", "model.overrides.first_dense_layers=0"]
 IN_TILES = ["train.mlp_tile_tokens=50", "parallel.reduce_after=micro_batch"]
 SHARDED = ["parallel.expert_parallel_size=2", "parallel.shard_ranks=2", "train.mlp_tile_tokens=40"]
 IN_STAGES = ["parallel.pipeline_parallel_size=2", "parallel.expert_parallel_size=2"]
@@ -615,7 +615,7 @@ def test_an_expert_of_all_tokens_is_not_in_tiles() -> None:
     kept = []
     for shared in (0, 4096):
         options = [
-            f"model.shared_expert_intermediate_size={shared}",
+            f"model.overrides.shared_expert_intermediate_size={shared}",
             "train.mlp_tile_tokens=128",
             "model.vocab_size=300",
         ]
@@ -656,22 +656,25 @@ def test_sizes_of_presets() -> None:
             "divide parallel.shard_ranks, 1\n.* multiple of 2",
         ),
         (
-            ["model.num_experts=3", "parallel.tensor_parallel_size=2"],
+            ["model.overrides.num_experts=3", "parallel.tensor_parallel_size=2"],
             2,
             "tensor_parallel_size = 2\n.*3 experts .*\n.*set it to 1, 3",
         ),
         (
-            ["model.shared_expert_intermediate_size=1", "parallel.tensor_parallel_size=2"],
+            [
+                "model.overrides.shared_expert_intermediate_size=1",
+                "parallel.tensor_parallel_size=2",
+            ],
             2,
             "shared_expert_intermediate_size = 1",
         ),
         (
-            ["model.intermediate_size=1", "parallel.tensor_parallel_size=2"],
+            ["model.overrides.intermediate_size=1", "parallel.tensor_parallel_size=2"],
             2,
             r"model\.intermediate_size = 1",
         ),
-        (["model.num_experts_per_tok=9"], 1, "there are only 8 experts"),
-        (["model.first_dense_layers=3"], 1, "leaves none of 3 layers"),
+        (["model.overrides.num_experts_per_tok=9"], 1, "there are only 8 experts"),
+        (["model.overrides.first_dense_layers=3"], 1, "leaves none of 3 layers"),
     ],
 )
 def test_what_cannot_be_is_refused(given: list[str], ranks: int, said: str) -> None:

@@ -261,7 +261,7 @@ def test_the_command(
         (["--continue={runs}/short", "--train.steps=2"], "has done 2 steps, but train.steps is 2"),
         (["--continue={runs}/short", "--resume"], "--resume continues the run itself"),
         (
-            ["--continue={runs}/short", "--model.num_hidden_layers=1"],
+            ["--continue={runs}/short", "--model.overrides.num_hidden_layers=1"],
             "contains another model: num_hidden_layers is 1",
         ),
         (["--continue={runs}/short", "--train.seed=5"], "seed is 5, and was"),

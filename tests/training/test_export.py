@@ -245,23 +245,27 @@ NEW = {
         [
             "model.rope_scaling.rope_type=ntk",
             "model.rope_scaling.factor=2",
-            "model.tie_word_embeddings=false",
+            "model.overrides.tie_word_embeddings=false",
         ],
         "LlamaForCausalLM",
     ),
     "qwen3": (
         2,
-        ["model.qk_norm=true", "model.sliding_window=50", "model.full_attention_every=2"],
+        [
+            "model.overrides.qk_norm=true",
+            "model.overrides.sliding_window=50",
+            "model.overrides.full_attention_every=2",
+        ],
         "Qwen3ForCausalLM",
     ),
     "qwen2, tensor parallel": (
         2,
-        ["parallel.tensor_parallel_size=2", "model.qkv_bias=true"],
+        ["parallel.tensor_parallel_size=2", "model.overrides.qkv_bias=true"],
         "Qwen2ForCausalLM",
     ),
     "mixtral": (
         2,
-        ["model.num_experts=4", "parallel.expert_parallel_size=2"],
+        ["model.overrides.num_experts=4", "parallel.expert_parallel_size=2"],
         "MixtralForCausalLM",
     ),
 }
@@ -315,7 +319,9 @@ def test_a_shape_without_family_is_refused(
 ) -> None:
     """The end of the run says so too, instead of a command that fails."""
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]
-    printed = train(capfd, [*settings, "model.qk_norm=true", "model.qkv_bias=true"])
+    printed = train(
+        capfd, [*settings, "model.overrides.qk_norm=true", "model.overrides.qkv_bias=true"]
+    )
     assert re.search(
         r"  export       not possible: no supported family of .* \(qwen2 lacks qk_norm True\)",
         printed,

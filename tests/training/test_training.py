@@ -377,8 +377,8 @@ def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(
         ["parallel.pipeline_parallel_size=2"],
         [
             "model.preset=tiny-moe",
-            "model.moe_intermediate_size=32",
-            "model.shared_expert_intermediate_size=32",
+            "model.overrides.moe_intermediate_size=32",
+            "model.overrides.shared_expert_intermediate_size=32",
         ],
     ],
 )
@@ -661,8 +661,8 @@ def test_dry_run(
         capsys, *arguments, "--gpus", "4", "--context.ulysses_degree=3"
     )
     wide = [
-        "--model.num_attention_heads=32",
-        "--model.num_key_value_heads=32",
+        "--model.overrides.num_attention_heads=32",
+        "--model.overrides.num_key_value_heads=32",
         "--parallel.tensor_parallel_size=32",
     ]
     assert "set it to 16, or model.vocab_size to 288" in refusal(
