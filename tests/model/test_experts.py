@@ -671,7 +671,7 @@ def test_sizes_of_presets() -> None:
         (
             ["model.overrides.intermediate_size=1", "parallel.tensor_parallel_size=2"],
             2,
-            r"model\.intermediate_size = 1",
+            r"model\.overrides\.intermediate_size = 1",
         ),
         (["model.overrides.num_experts_per_tok=9"], 1, "there are only 8 experts"),
         (["model.overrides.first_dense_layers=3"], 1, "leaves none of 3 layers"),
