@@ -73,7 +73,7 @@ def _no_mapping(name: str, value: Any) -> Problem:
     """Returns the problem of a setting that has keys of its own, where the value is no mapping."""
     fix = f"the default is {{}} ({FIELDS[name].description})"
     if name == "model.rope_scaling" and isinstance(value, str):
-        fix = f"write {name}: {yaml_text(scaling_of_kind(value))}"
+        fix = f"set {name} to {yaml_text(scaling_of_kind(value))}"
     return Problem(name, value, "must be a mapping", fix)
 
 

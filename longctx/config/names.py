@@ -20,24 +20,19 @@ MAPPINGS: dict[str, type[Keyed]] = {
     if isinstance(setting.annotation, type) and issubclass(setting.annotation, Keyed)
 }
 """Settings that are mappings, such as model.rope_scaling, with the class of their keys."""
-KEYS: dict[str, FieldInfo] = {
-    f"{name}.{key}": field
-    for name, kind in MAPPINGS.items()
-    for key, field in kind.model_fields.items()
-}
-"""The keys of mappings by dotted name, such as model.rope_scaling.factor."""
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
     """Yields every setting, and behind a mapping its keys, by dotted name."""
     for name, setting in SETTINGS.items():
         yield name, setting
-        for key in MAPPINGS[name].model_fields if name in MAPPINGS else ():
-            yield f"{name}.{key}", KEYS[f"{name}.{key}"]
+        if name in MAPPINGS:
+            for key, field in MAPPINGS[name].model_fields.items():
+                yield f"{name}.{key}", field
 
 
 FIELDS = dict(_fields())
-"""All settings, and the keys of mappings, by dotted name."""
+"""All settings, and the keys of mappings, such as model.rope_scaling.factor, by dotted name."""
 ALIASES = {
     other: ours
     for ours, others in {

@@ -48,20 +48,16 @@ def load(
     underscores, and the last override wins. With `world_size` (the number of processes) the rules
     that depend on it are checked as well. Raises ConfigError with all problems at once.
     """
-    source = (
-        " and ".join(
-            [str(path)] * (path is not None) + ["the command line"] * bool(overrides or defaults)
-        )
-        or "the defaults"
-    )
     values = {} if path is None else _read(local_path(path))
     for section, settings in (defaults or {}).items():
         own_values = values.setdefault(section, {})
         if isinstance(own_values, dict):
             values[section] = {**settings, **own_values}
-    problems = [
-        problem for override in overrides if (problem := _apply(override, values)) is not None
-    ]
+    problems = []
+    for override in overrides:
+        problem = _apply(override, values)
+        if problem is not None:
+            problems.append(problem)
     _adapt_learning_rate(values)
     config, invalid = _validate(values)
     problems += invalid
@@ -72,8 +68,21 @@ def load(
         p for p in broken_rules(config, world_size) if wrong.isdisjoint({p.key, *p.others})
     ]
     if problems:
+        source = _source(path, on_command_line=bool(overrides or defaults))
         raise ConfigError.of(problems, source)
     return config
+
+
+def _source(path: Path | str | None, *, on_command_line: bool) -> str:
+    """Returns in words where settings come from."""
+    sources = []
+    if path is not None:
+        sources.append(str(path))
+    if on_command_line:
+        sources.append("the command line")
+    if not sources:
+        return "the defaults"
+    return " and ".join(sources)
 
 
 def _read(path: Path) -> Values:
@@ -151,7 +160,8 @@ def _apply(override: str, values: Values) -> Problem | None:
     content = values.setdefault(section, {})
     mapping, _, inner = key.partition(".")
     if f"{section}.{mapping}" in MAPPINGS and inner and isinstance(content, dict):
-        content[mapping] = content.get(mapping) or {}
+        if content.get(mapping) is None:
+            content[mapping] = {}
         content = content[mapping]
         key = inner
     if isinstance(content, dict):

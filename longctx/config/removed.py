@@ -1,6 +1,7 @@
 """Settings that are gone, with what to write or what decides instead."""
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,14 @@ class Removed:
         """Returns what to write instead of a value."""
         if self.now is None:
             return self.instead
-        if not self.moves(value):
-            return f"write {self.now}, {self.instead}"
-        written = f"write {self.now}: {yaml_text(value)}"
-        if not self.instead:
-            return written
-        return f"{written}, {self.instead}"
+        fix = f"set {self.now}"
+        if value == self.default:
+            fix = f"omit it, or set {self.now}"
+        elif self.moves(value):
+            fix = f"set {self.now} to {yaml_text(value)}"
+        if self.instead:
+            fix += f", {self.instead}"
+        return fix
 
 
 REMOVED = {
@@ -78,7 +81,9 @@ REMOVED = {
 
 def scaling_of_kind(kind: str) -> dict[str, str]:
     """Returns model.rope_scaling for a kind, which was its whole value."""
-    return {"rope_type": "default" if kind == "none" else kind}
+    if kind == "none":
+        return {"rope_type": "default"}
+    return {"rope_type": kind}
 
 
 def of_today(values: dict[str, Any]) -> dict[str, Any]:
@@ -87,23 +92,25 @@ def of_today(values: dict[str, Any]) -> dict[str, Any]:
     A removed setting at its last default is left out, and one whose values another setting takes
     is moved there. All others stay, and so are refused.
     """
-    new = {
-        section: dict(content) if isinstance(content, dict) else content
-        for section, content in values.items()
-    }
+    new = deepcopy(values)
     model = new.get("model")
-    if isinstance(model, dict) and not isinstance(model.get("rope_scaling"), dict):
-        kind = model.pop("rope_scaling", None)
-        model["rope_scaling"] = {} if kind is None else scaling_of_kind(kind)
+    if isinstance(model, dict):
+        kind = model.get("rope_scaling")
+        if kind is None:
+            model["rope_scaling"] = {}
+        elif isinstance(kind, str):
+            model["rope_scaling"] = scaling_of_kind(kind)
     for name, removed in REMOVED.items():
         section, key = name.split(".")
         content = new.get(section)
         if not isinstance(content, dict) or key not in content:
             continue
-        if content[key] == removed.default:
+        value = content[key]
+        if value == removed.default:
             del content[key]
-        elif removed.moves(content[key]):
-            _put(new, str(removed.now), content.pop(key))
+        elif removed.moves(value):
+            del content[key]
+            _put(new, str(removed.now), value)
     return new
 
 

@@ -168,6 +168,8 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
     ("override", "rule"),
     [
         ("train.steps=0", "greater than or equal to 1"),
+        ("optimizer.warmup_steps=1.5", "must be less than 1"),
+        ("optimizer.warmup_steps=-0.5", "must be greater than or equal to 0"),
         *(
             (f"optimizer.warmup_steps={value}", "valid integer")
             for value in ("true", "0100", "1:30", "0x10")

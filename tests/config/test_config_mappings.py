@@ -9,7 +9,7 @@ import yaml
 
 from longctx import config
 from longctx.config import Config, ConfigError
-from longctx.config.names import FIELDS, KEYS, MAPPINGS, setting_of
+from longctx.config.names import FIELDS, MAPPINGS, setting_of
 
 ROPE = "model.rope_scaling"
 
@@ -92,5 +92,7 @@ def test_every_key_is_listed_behind_its_setting() -> None:
         first = names.index(mapping) + 1
         assert names[first : first + len(keys)] == keys
         assert setting_of(keys[-1].rpartition(".")[2]) == keys[-1]
-        assert all(KEYS[key].description and f"--{key} " in config.describe([key]) for key in keys)
+        assert all(
+            FIELDS[key].description and f"--{key} " in config.describe([key]) for key in keys
+        )
         assert f"--{mapping} {{key: value, ..}}\n" in config.describe()

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from longctx import config
-from longctx.config import ConfigError
+from longctx.config import Config, ConfigError
 from longctx.config.names import SETTINGS
+from longctx.config.problems import yaml_text
 from longctx.config.removed import REMOVED
 
 HEADER = "# 2 ranks: longctx 0.1.0, torch 2.9.0, cpu\n"
@@ -89,9 +90,12 @@ def test_a_removed_setting_says_what_to_write(tmp_path: Path, name: str) -> None
             (problem,) = caught.value.problems
             assert problem.key == name and problem.rule == "this setting is gone"
             assert problem.fix == removed.fix(value)
-            assert problem.fix.startswith(
-                "omit it" if removed.now is None else f"write {removed.now}"
-            )
+            if removed.now is None:
+                assert problem.fix.startswith("omit it: ")
+            elif value == removed.default:
+                assert problem.fix.startswith(f"omit it, or set {removed.now}")
+            else:
+                assert problem.fix.startswith(f"set {removed.now} to {yaml_text(value)}")
 
 
 @pytest.mark.parametrize("name", REMOVED)
@@ -110,9 +114,24 @@ def test_settings_of_an_older_run_are_read(tmp_path: Path, name: str) -> None:
         assert config.load(older) == config.load(None, [*today, f"{removed.now}={text}"])
 
 
+def test_the_whole_settings_of_an_older_run_are_read(tmp_path: Path) -> None:
+    values = yaml.safe_load(Config().to_yaml())
+    del values["model"]["overrides"]
+    values["model"]["rope_scaling"] = None
+    for name, removed in REMOVED.items():
+        section, key = name.split(".")
+        values[section][key] = removed.default
+    values["data"] |= {"store": None, "stores": [{"path": "a", "weight": 3.0, "epochs": None}]}
+    values["model"]["hidden_size"] = 64
+    older = tmp_path / "older.yaml"
+    older.write_text(HEADER + yaml.safe_dump(values), "utf-8")
+    today = ["data.store=[{path: a, weight: 3}]", "model.overrides.hidden_size=64"]
+    assert config.load(older) == config.load(None, today)
+
+
 @pytest.mark.parametrize(("kind", "now"), [("yarn", "yarn"), ("none", "default")])
 def test_the_kind_of_rope_was_a_text(tmp_path: Path, kind: str, now: str) -> None:
-    with pytest.raises(ConfigError, match=f"write model.rope_scaling: {{rope_type: {now}}}"):
+    with pytest.raises(ConfigError, match=f"set model.rope_scaling to {{rope_type: {now}}}"):
         config.load(written(tmp_path, "model.rope_scaling", kind))
     older = tmp_path / "older.yaml"
     older.write_text(f"{HEADER}model: {{rope_scaling: {kind}, rope_factor: 4.0}}\n", "utf-8")
@@ -121,5 +140,5 @@ def test_the_kind_of_rope_was_a_text(tmp_path: Path, kind: str, now: str) -> Non
 
 
 def test_a_share_of_one_is_not_one_step(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"write optimizer\.warmup_steps, which below 1"):
+    with pytest.raises(ConfigError, match=r"set optimizer\.warmup_steps, which below 1"):
         config.load(written(tmp_path, "optimizer.warmup_ratio", 1.0, HEADER))
