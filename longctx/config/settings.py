@@ -381,7 +381,8 @@ class TrainSection(Section):
     steps: Count = 100
     """number of optimizer steps"""
     epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """passes over the documents, instead of steps (null: steps)"""
+    """passes over the documents, instead of steps; several stores have epochs of their own (null:
+    steps)"""
     seed: int = Field(0, ge=0, le=(1 << 32) - 1)
     """seed of the initial weights, and of the order of documents unless data.seed is set"""
     dtype: Literal["float32", "bfloat16"] | None = None
