@@ -37,8 +37,7 @@ from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import Plan
-from longctx.training import build
-from longctx.training import trainer as training
+from longctx.training import build, runner
 from longctx.training.data import make_planner
 from longctx.training.optimizer import make_optimizer
 from longctx.training.run_profile import run_profile
@@ -222,7 +221,7 @@ def as_on_gpus(config: Config) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.RMSNorm, "forward", norm))
-        stack.enter_context(mock.patch.object(training, "make_optimizer", optimizer))
+        stack.enter_context(mock.patch.object(runner, "make_optimizer", optimizer))
         stack.enter_context(mock.patch.object(build, "apply_recompute", recompute))
         # Fake tensors belong to one thread; on a GPU there is none.
         stack.enter_context(mock.patch.object(exchange, "_Beside", AtTheEnd))

@@ -41,8 +41,8 @@ FULL = {
 }
 """Cases of each kind in the long form."""
 TINY = (
-    "--model.overrides.hidden_size=32 --model.overrides.intermediate_size=64 --model.overrides.num_hidden_layers=1 "
-    "--model.overrides.num_attention_heads=2 "
+    "--model.overrides.hidden_size=32 --model.overrides.intermediate_size=64 "
+    "--model.overrides.num_hidden_layers=1 --model.overrides.num_attention_heads=2 "
     "--model.overrides.num_key_value_heads=1 --model.overrides.head_dim=16 --model.vocab_size=257 "
     "--batch.global_tokens=2000 "
     "--batch.tokens_per_rank=2000 --train.steps=2 --checkpoint.every=1 --train.device=cpu"
