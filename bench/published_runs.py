@@ -174,7 +174,6 @@ def _model(run: Run, vocabulary: int) -> dict[str, Any]:
         return {"model.preset": run.model, "model.vocab_size": vocabulary}
     hidden, mlp, layers, heads, keys, _ = SHAPES[run.model]
     sizes = {
-        "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": mlp,
         "num_hidden_layers": layers,
@@ -185,9 +184,8 @@ def _model(run: Run, vocabulary: int) -> dict[str, Any]:
         "head_dim": hidden // heads,
     }
     sizes["tie_word_embeddings"] = run.model.startswith("mpt")
-    return {"model.preset": "llama-3.1-8b"} | {
-        f"model.{name}": value for name, value in sizes.items()
-    }
+    overrides = {f"model.overrides.{name}": value for name, value in sizes.items()}
+    return {"model.preset": "llama-3.1-8b", "model.vocab_size": vocabulary, **overrides}
 
 
 def step_s(run: Run) -> float:

@@ -48,7 +48,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
     add_source_options(parser)
-    sizes = "; --model.num_hidden_layers 80 changes its sizes (default: %(default)s)"
+    sizes = "; --model.overrides.num_hidden_layers 80 changes its sizes (default: %(default)s)"
     parser.add_argument(
         "--model",
         metavar="PRESET",

@@ -130,7 +130,7 @@ class Run:
         return {
             "model.preset": self.model,
             "model.vocab_size": VOCABULARY,
-            "model.num_hidden_layers": self.shape.num_hidden_layers,
+            "model.overrides.num_hidden_layers": self.shape.num_hidden_layers,
             "batch.global_tokens": self.tokens,
             "batch.tokens_per_rank": self.tokens,
             "train.steps": steps,

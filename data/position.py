@@ -13,9 +13,9 @@ from longctx.data.store.store import Store
 from longctx.errors import UserError
 
 WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or all of data.stores in the same "
-    "order, or start a new run",
-    "mix": "give the weights or epochs of data.stores that the run began with",
+    "fingerprint": "give the data.store that the run began with, several in the same order, or "
+    "start a new run",
+    "mix": "give the weights or epochs in data.store that the run began with",
     "seed": "set data.seed to the run's value (by default it is train.seed)",
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and "
     "batch.tokens_per_rank)",

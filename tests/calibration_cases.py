@@ -15,12 +15,12 @@ from longctx.parallel.mesh import make_groups
 from longctx.planning.layout import Layout, Placement
 
 TINY = [
-    "model.hidden_size=64",
-    "model.intermediate_size=128",
-    "model.num_hidden_layers=1",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
-    "model.head_dim=8",
+    "model.overrides.hidden_size=64",
+    "model.overrides.intermediate_size=128",
+    "model.overrides.num_hidden_layers=1",
+    "model.overrides.num_attention_heads=4",
+    "model.overrides.num_key_value_heads=2",
+    "model.overrides.head_dim=8",
     "model.vocab_size=300",
     "batch.tokens_per_rank=1024",
 ]

@@ -55,7 +55,7 @@ def settings_of(checkpoint: Path, *others: str) -> list[str]:
         "head_dim",
     )
     return [
-        *(f"model.{name}=null" for name in sizes),
+        *(f"model.overrides.{name}=null" for name in sizes),
         f"model.from_pretrained={checkpoint}",
         *SETTINGS,
         *others,

@@ -15,21 +15,22 @@ from longctx.memory.model import Memory, estimate
 from longctx.training.data import plan_steps
 from longctx.training.trainer import Trainer
 from longctx.units import format_bytes
-from tests.training_cases import SMALL, start
+from tests.training_cases import SMALL, forced, start
 from tests.workers import Workers
 
 MODEL = [
-    "model.hidden_size=128",
-    "model.intermediate_size=384",
-    "model.head_dim=32",
-    "model.num_hidden_layers=3",
+    "model.overrides.hidden_size=128",
+    "model.overrides.intermediate_size=384",
+    "model.overrides.head_dim=32",
+    "model.overrides.num_hidden_layers=3",
     "data.max_length=2048",
     "batch.global_tokens=4096",
 ]
 
 
-def peak_of_step_2(store: Path, run: Path, settings: list[str]) -> int:
-    return peak_of_second_step(lambda: start(store, run, [*MODEL, *settings]))
+def peak_of_step_2(store: Path, run: Path, settings: list[str], max_load: float = 2.0) -> int:
+    with forced(expert_max_load=max_load):
+        return peak_of_second_step(lambda: start(store, run, [*MODEL, *settings]))
 
 
 def peak_of_second_step(start: Callable[[], Trainer]) -> int:

@@ -39,7 +39,7 @@ from tests.data_cases import text_of
 from tests.huggingface_cases import build_model
 from tests.native_cases import as_saved
 from tests.quantized_cases import quantize
-from tests.training_cases import whole
+from tests.training_cases import forced, whole
 from tests.weight_cases import make_store, records, weights_said
 from tests.workers import Workers
 
@@ -86,7 +86,7 @@ BINS = {1: {90: 1}, 2: {45: 1, 90: 2}, 3: {30: 1, 60: 2, 90: 3}, 4: {30: 1, 60: 
 ULYSSES = "Ulysses, keys kept"
 MORE = {
     "nothing": [],
-    "padded, in rounds": ["batch.pad_to_multiple_of=16", "context.max_remote_tokens=20"],
+    "padded, in rounds": ["context.max_remote_tokens=20"],
     ULYSSES: ["context.ulysses_degree=2", "context.keep_kv=true"],
     "replicated, in tiles": ["parallel.shard_ranks=1", "train.mlp_tile_tokens=10"],
     "replicated": ["parallel.shard_ranks=1"],
@@ -178,6 +178,11 @@ class Case:
             and not (self.mode == "auto" and self.domain == 1)
             and not (self.resumed == "alone" and self.more == "native")
         )
+
+    @property
+    def forced(self) -> dict[str, Any]:
+        """What it forces of Config."""
+        return {"padding": 16} if self.more == "padded, in rounds" else {}
 
     def settings(self, checkpoint: Path, store: Path, run: Path) -> list[str]:
         ranks, chunks = PIPELINES[self.pipeline]
@@ -494,13 +499,13 @@ def found(
     """Returns the outcome of every rank; of a run that is resumed, of the ranks that go on."""
     settings = case.settings(checkpoint, store, run)
     if case.resumed == "no":
-        return workers.run(steps_of, case.world, settings, run, 2)
-    first = workers.run(steps_of, case.world, settings, run, 1)[0]
+        return workers.run(steps_of, case.world, settings, run, 2, False, case.forced)
+    first = workers.run(steps_of, case.world, settings, run, 1, False, case.forced)[0]
     other = case if case.resumed == "here" else Case(*case.known, domain=1, mode="static")
     other_settings = other.settings(checkpoint, store, run)
     if first["native"] and other.world == 1:
         other_settings.append("model.implementation=native")
-    last = workers.run(steps_of, other.world, other_settings, run, 1, True)
+    last = workers.run(steps_of, other.world, other_settings, run, 1, True, other.forced)
     joined = {
         name: [first[name] + outcome[name] for outcome in last]
         for name in ("losses", "norms", "tokens")
@@ -513,9 +518,20 @@ def found(
     ]
 
 
-def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -> dict[str, Any]:
+def steps_of(
+    settings: list[str],
+    run: Path,
+    count: int,
+    resume: bool = False,
+    values: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """On each rank: the outcome of `count` steps, by the names of transformers; the first of two
     runs ends in a checkpoint."""
+    with forced(**(values or {})):
+        return _steps_of(settings, run, count, resume)
+
+
+def _steps_of(settings: list[str], run: Path, count: int, resume: bool) -> dict[str, Any]:
     config = load(None, settings, world_size=dist.get_world_size())
     mesh = make_groups(torch.device("cpu"), **sizes_of_groups(config), timeout_s=60.0)
     run.mkdir(parents=True, exist_ok=True)

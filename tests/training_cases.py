@@ -7,7 +7,8 @@ import os
 import sysconfig
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from longctx.attention import RingAttention
 from longctx.checksums import sealed
-from longctx.config import load
+from longctx.config import Config, load
 from longctx.data.records.sources import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.parallel.mesh import make_groups
@@ -44,11 +45,11 @@ MODULES = (
 """Part of the embedded corpus, 80 to 60,000 bytes a file."""
 
 SMALL = [
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
-    "model.head_dim=8",
+    "model.overrides.hidden_size=32",
+    "model.overrides.intermediate_size=64",
+    "model.overrides.num_attention_heads=4",
+    "model.overrides.num_key_value_heads=2",
+    "model.overrides.head_dim=8",
     "data.max_length=1500",
     "batch.global_tokens=4000",
     "train.steps=10",
@@ -103,6 +104,15 @@ def steps_in(run: Path) -> list[dict[str, Any]]:
         if path.exists()
         else []
     )
+
+
+@contextmanager
+def forced(**values: Any) -> Iterator[None]:
+    """Within this block Config has other values of what no setting changes, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(Config, name, value)
+        yield
 
 
 def start(

@@ -37,9 +37,8 @@ from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import Plan
-from longctx.training import build
-from longctx.training import trainer as training
-from longctx.training.data import make_planner, padding
+from longctx.training import build, runner
+from longctx.training.data import make_planner
 from longctx.training.optimizer import make_optimizer
 from longctx.training.run_profile import run_profile
 from longctx.training.trainer import Trainer
@@ -222,7 +221,7 @@ def as_on_gpus(config: Config) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.RMSNorm, "forward", norm))
-        stack.enter_context(mock.patch.object(training, "make_optimizer", optimizer))
+        stack.enter_context(mock.patch.object(runner, "make_optimizer", optimizer))
         stack.enter_context(mock.patch.object(build, "apply_recompute", recompute))
         # Fake tensors belong to one thread; on a GPU there is none.
         stack.enter_context(mock.patch.object(exchange, "_Beside", AtTheEnd))
@@ -292,7 +291,7 @@ def traced(
             trainer = Trainer.of(config, mesh, config.model_source(vocabulary))
         documents = [np.zeros(length, np.int64) for length in plan.lengths]
         packed, targets = pack_documents(
-            plan, mesh.rank, documents, pad_to_multiple_of=padding(config)
+            plan, mesh.rank, documents, pad_to_multiple_of=config.padding
         )
         names = tuple(map(str, range(len(plan.lengths))))
         for parameter in trainer.model.parameters():

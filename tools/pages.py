@@ -13,6 +13,7 @@ from typing import Any
 
 from longctx.config.combinations import ROWS
 from longctx.config.describe import type_name
+from longctx.config.names import FIELDS
 from longctx.config.problems import yaml_text
 from longctx.config.run import SECTIONS
 
@@ -41,10 +42,12 @@ def settings() -> str:
             "| setting | type | default | meaning |",
             "|---|---|---|---|",
         ]
-        for key, setting in of.model_fields.items():
+        for name, setting in FIELDS.items():
+            if not name.startswith(f"{section}."):
+                continue
             meaning = NULL.sub(r"; null: \1", setting.description or "")
             row = (
-                f"`{section}.{key}`",
+                f"`{name}`",
                 f"`{type_name(setting.annotation)}`",
                 f"`{yaml_text(setting.default)}`",
                 meaning,

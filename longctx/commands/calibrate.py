@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"model.from_pretrained is {config.model.from_pretrained}, but profiles are measured "
             "with the native decoder, and scaled to the checkpoint in training: omit it, and set "
-            "similar sizes, such as --model.hidden_size"
+            "similar sizes, such as --model.overrides.hidden_size"
         )
     device = prepare_device(config.train.device, launch)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from longctx.config import Config, describe, load
+from longctx.config.names import FIELDS, SETTINGS
 from longctx.config.problems import yaml_text
-from longctx.config.reading import SETTINGS
 from longctx.config.run import SECTIONS
 from longctx.errors import UserError
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
                 *_not_default(load(name)),
                 sep="\n",
             )
-        elif name not in SECTIONS and name not in SETTINGS:
+        elif name not in SECTIONS and name not in FIELDS:
             raise UserError(
                 f"there is no section or setting {name!r}, nor such a file: sections are "
                 f"{', '.join(SECTIONS)}"
@@ -43,6 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _not_default(config: Config) -> Iterator[str]:
     for name, setting in SETTINGS.items():
-        section, key = name.split(".")
-        if (value := getattr(getattr(config, section), key)) != setting.default:
+        value = config.value_of(name)
+        if value != setting.default:
             yield f"  {name}: {yaml_text(value)}  # default: {yaml_text(setting.default)}"

@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Settings are those of the run and can be overridden: --batch.tokens_per_rank 65536 for "
         "longer documents,\n"
-        "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 to "
-        "scale RoPE.\n"
+        "--model.rope_scaling '{rope_type: yarn, factor: 4}' to scale RoPE.\n"
         "On 8 GPUs: longctx eval RUN --store STORE --processes 8\n"
         "Results are also written to the run folder: eval.json."
     )

@@ -205,10 +205,10 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
             f"train.epochs is {chosen.train.epochs:g}, but finetune has an option for it: give "
             "--epochs instead"
         )
-    if {"store", "stores"} & chosen.data.model_fields_set:
+    if "store" in chosen.data.model_fields_set:
         raise UserError(
-            "data.store or data.stores is set, but finetune trains on its DATA argument: omit the "
-            "setting, or prepare each source (longctx prepare --tokenizer) and run `longctx train`"
+            "data.store is set, but finetune trains on its DATA argument: omit the setting, or "
+            "prepare each source (longctx prepare --tokenizer) and run `longctx train`"
         )
     _check_out(out, arguments.overwrite)
     return chosen

@@ -102,7 +102,7 @@ def _lines() -> "Show":
 def not_taken(words: list[str], parser: argparse.ArgumentParser, *, takes_settings: bool) -> str:
     """Returns the error for words that a command does not take, with the option or setting that was
     probably meant."""
-    from longctx.config.reading import setting_of  # pydantic takes long to import
+    from longctx.config.names import setting_of  # pydantic takes long to import
 
     option = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
     setting = setting_of(option[2:].replace("-", "_")) if takes_settings else None

@@ -1,8 +1,9 @@
 """Settings of a run: typed sections with defaults, read from a YAML file and dotted overrides, and
 checked before use.
 
-`settings` declares the sections, `run` combines them, `reading` loads them, `combinations` and
-`rules` check constraints across settings, `describe` writes the help.
+`settings` declares the sections, `run` combines them, `names` lists them, `reading` loads them.
+`explain` says what is wrong with a value, `removed` what to write instead of a setting that is
+gone. `combinations` and `rules` check constraints across settings, `describe` writes the help.
 """
 
 from longctx.config.describe import describe, overview

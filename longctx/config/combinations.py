@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from longctx.config.problems import Problem, yaml_text
-from longctx.config.run import SECTIONS, Config
-from longctx.model.context_extension import ROPE_SETTINGS
-from longctx.model.presets import EXPERT_OPTIONS, ModelShape
+from longctx.config.names import FIELDS
+from longctx.config.problems import Problem, plain, yaml_text
+from longctx.config.run import Config
+from longctx.model.presets import EXPERT_OPTIONS
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse
 
@@ -54,9 +54,8 @@ class Row:
     @property
     def ways_out(self) -> tuple[str, ...]:
         """Overrides, each of which is enough."""
-        section, name = self.key.split(".")
-        default = SECTIONS[section].model_fields[name].default
-        return f"{self.key}={self.instead or yaml_text(default)}", *self.where.ways_out
+        default = yaml_text(FIELDS[self.key].default)
+        return f"{self.key}={self.instead or default}", *self.where.ways_out
 
     @property
     def fix(self) -> str:
@@ -99,8 +98,7 @@ class _Condition(NamedTuple):
     def holds(self, value: Any) -> bool:
         if self.operator == ">":
             return value is not None and bool(value > self.operand)
-        value = list(value) if isinstance(value, tuple) else value
-        return bool(value == self.operand) == (self.operator == "is")
+        return bool(plain(value) == self.operand) == (self.operator == "is")
 
 
 @cache
@@ -112,14 +110,16 @@ def _conditions(text: str) -> tuple[_Condition, ...]:
 def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
     if name in FACTS and spec is not None:
         return FACTS[name][1](config, spec)
-    section, key = name.split(".")
-    return getattr(getattr(config, section), key)
+    return config.value_of(name)
 
 
 FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
-    "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
+    "the number of experts": (
+        "model.overrides.num_experts",
+        lambda config, spec: spec.largest_layer.experts,
+    ),
     "the bias of the router": (  # which no family of checkpoints that the native decoder runs has
-        "model.router_bias",
+        "model.overrides.router_bias",
         lambda config, spec: (
             config.model.from_pretrained is None and config.model.sizes().router_bias
         ),
@@ -141,7 +141,8 @@ PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_para
 EXPERTS = Where("the number of experts > 0")
 NO_EXPERTS = Where("the number of experts is 0")
 NEW_WITHOUT_EXPERTS = Where(
-    "the number of experts is 0 and model.from_pretrained is null", ("model.num_experts=8",)
+    "the number of experts is 0 and model.from_pretrained is null",
+    ("model.overrides.num_experts=8",),
 )
 SPLIT = ("parallel.tensor_parallel_size > 1", "parallel.pipeline_parallel_size > 1")
 BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
@@ -163,8 +164,8 @@ def _rows() -> Iterator[Row]:
         LORA,
         "the embedding is frozen, and the adapters could not carry its new rows",
     )
-    for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
-        yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
+    for condition in ("model.overrides is not {}", "model.vocab_size is not null"):
+        yield Row(condition, CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _lora()
     yield from _data()
     yield from _parallelism()
@@ -190,13 +191,6 @@ def _lora() -> Iterator[Row]:
 
 
 def _data() -> Iterator[Row]:
-    several = Where("data.stores is null", ("data.stores=[{path: stores/a, weight: 1}]",))
-    yield Row("data.store is null", several, "a run needs documents", A_STORE)
-    yield Row(
-        "data.stores is not null",
-        Where("data.store is not null", ("data.store=null",)),
-        "only one of them is read",
-    )
     no_documents = Where(
         "eval.store is null and data.held_out is 0", ("data.held_out=0.01", f"eval.store={A_STORE}")
     )
@@ -206,12 +200,6 @@ def _data() -> Iterator[Row]:
         "data.held_out > 0",
         other_store,
         "validation uses eval.store, and held-out documents would never be used",
-    )
-    mix = Where("data.stores is not null", ("data.stores=null",))
-    yield Row(
-        "train.epochs is not null",
-        mix,
-        "stores of a mix have epochs of their own, so that steps must be set",
     )
     epochs = Where("train.epochs is not null", ("train.epochs=null",))
     yield Row("train.steps is not 100", epochs, "epochs give the number of steps")
@@ -273,17 +261,10 @@ def _experts() -> Iterator[Row]:
     yield Row("parallel.expert_parallel_size > 1", NO_EXPERTS, "the model has no experts")
     for name in sorted(EXPERT_OPTIONS):
         yield Row(
-            f"model.{name} is not null", NEW_WITHOUT_EXPERTS, "it has no effect without experts"
+            f"model.overrides.{name} is not null",
+            NEW_WITHOUT_EXPERTS,
+            "it has no effect without experts",
         )
-    whole = Where(
-        "parallel.expert_parallel_size is 1 and parallel.tensor_parallel_size is 1 and the number "
-        "of experts > 0"
-    )
-    yield Row(
-        "parallel.expert_max_load is not 2.0",
-        whole,
-        "it has no effect, as experts are not split over ranks",
-    )
     yield Row(
         "train.float8 is not null", EXPERTS, "float8 is not supported for mixtures of experts"
     )
@@ -299,7 +280,7 @@ def _experts() -> Iterator[Row]:
     )
     yield Row(
         "balance.bias_rate > 0",
-        Where(f"{no_bias} null", ("model.router_bias=true",)),
+        Where(f"{no_bias} null", ("model.overrides.router_bias=true",)),
         "the router has no bias to move",
     )
     yield Row(
@@ -308,8 +289,6 @@ def _experts() -> Iterator[Row]:
 
 
 def _optimizers() -> Iterator[Row]:
-    not_muon = Where("optimizer.name is not muon", ("optimizer.name=muon",))
-    yield Row("optimizer.momentum is not 0.95", not_muon, "it has no effect")
     not_wsd = Where("optimizer.schedule is not wsd", ("optimizer.schedule=wsd",))
     yield Row("optimizer.decay_share is not 0.2", not_wsd, "it has no effect")
     constant = Where("optimizer.schedule is constant", ("optimizer.schedule=cosine",))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from longctx.config.names import FIELDS, MAPPINGS
 from longctx.config.problems import yaml_text
 from longctx.config.run import SECTIONS
 
@@ -29,17 +30,16 @@ def overview() -> str:
 
 
 def describe(names: Iterable[str] = SECTIONS) -> str:
-    """Returns the help text of the settings of sections, and of settings by name: dotted name,
-    type, description, default."""
+    """Returns the help text of the settings of sections, and of settings and keys by name: dotted
+    name, type, description, default."""
     lines = [f"{_HEAD}:"]
     for name in names:
-        section, _, only = name.partition(".")
+        section = name.partition(".")[0]
         lines += ["", f"{section}: {SECTIONS[section].__doc__}"]
-        for key, setting in SECTIONS[section].model_fields.items():
-            if only not in ("", key):
-                continue
-            lines.append(f"  --{section}.{key} {type_name(setting.annotation)}")
-            lines += _wrapped(_with_default(setting.description or "", setting.default))
+        for known, setting in FIELDS.items():
+            if known == name or known.startswith(f"{name}."):
+                lines.append(f"  --{known} {type_name(setting.annotation)}")
+                lines += _wrapped(_with_default(setting.description or "", setting.default))
     return "\n".join(lines)
 
 
@@ -76,6 +76,8 @@ def type_name(annotation: Any) -> str:
         return "{" + ": ".join(map(type_name, get_args(annotation))) + "}"
     if get_origin(annotation) is tuple:
         return "[" + ", ".join(map(type_name, get_args(annotation))) + "]"
+    if annotation in MAPPINGS.values():
+        return "{key: value, ..}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{" + ", ".join(annotation.model_fields) + "}"
     return {bool: "true|false", Path: "path", str: "text"}.get(annotation) or str(

@@ -1,66 +1,24 @@
 """Reads a configuration: YAML file, dotted overrides, types and bounds, then rules; reports all
 problems in one error."""
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from longctx.arguments import a_path, checked, kind, list_of, mapping_of, or_none, whole
-from longctx.config.problems import ConfigError, Problem, yaml_text
+from longctx.config.explain import explain
+from longctx.config.names import MAPPINGS, split_name
+from longctx.config.problems import ConfigError, Problem
+from longctx.config.removed import RUN_HEADER, of_today
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
 from longctx.config.settings import LARGEST, LORA_RATE
-from longctx.paths import PathError, local_path
+from longctx.paths import local_path
 from longctx.safe_yaml import YamlError, parse, read_text
 
-SETTINGS = {
-    f"{section}.{key}": setting
-    for section, kind in SECTIONS.items()
-    for key, setting in kind.model_fields.items()
-}
-"""All settings by dotted name."""
-_BY_ONE_CALL = "by longctx.trainers.dynamic_context_parallel: docs/trainers.md"
-ELSEWHERE = {
-    "dpo": f"preference tuning runs inside TRL's DPOTrainer, {_BY_ONE_CALL}",
-    "policy": f"policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, {_BY_ONE_CALL}",
-    "masked": f"masked tokens are learnt inside transformers.Trainer, {_BY_ONE_CALL}",
-    "images": f"images and videos are read inside Trainer and SFTTrainer, {_BY_ONE_CALL}",
-    "encoder": "encoders run inside transformers.Trainer, encoder-decoders inside Seq2SeqTrainer, "
-    f"{_BY_ONE_CALL}",
-    "train.freeze": "freeze parameters by requires_grad_(False) inside Trainer or SFTTrainer, "
-    f"{_BY_ONE_CALL}",
-    "lora.dora": f"DoRA is peft's, inside Trainer or SFTTrainer, {_BY_ONE_CALL}",
-    "lora.target_parameters": "adapters of stacked experts are peft's, inside Trainer or "
-    f"SFTTrainer, {_BY_ONE_CALL}",
-    "lora.dropout": "its random numbers, and so the loss, would depend on how documents are split: "
-    "omit it",
-    "data.rollouts": "policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, "
-    f"{_BY_ONE_CALL}",
-}
-"""Sections and settings that people look for → where their job runs."""
-ALIASES = {
-    other: ours
-    for ours, others in {
-        "optimizer.learning_rate": "lr",
-        "train.dtype: bfloat16": "bf16 fp16 mixed_precision",
-        "train.recompute": "gradient_checkpointing activation_checkpointing",
-        "batch.tokens_per_rank": "micro_batch_size per_device_train_batch_size",
-        "batch.global_tokens": "batch_size global_batch_size train_batch_size "
-        "gradient_accumulation_steps",
-        "data.max_length": "seq_len seq_length sequence_len max_seq_length max_seq_len",
-        "train.epochs": "num_epochs num_train_epochs",
-        "checkpoint.every": "save_steps save_interval",
-        "lora.rank": "r lora_r lora_rank",
-        "context.degree": "cp_size context_parallel_size",
-    }.items()
-    for other in others.split()
-}
-"""Names in other programs → our settings."""
 Values = dict[str, Any]
 """Settings as read, by section, or by key."""
 
@@ -90,20 +48,16 @@ def load(
     underscores, and the last override wins. With `world_size` (the number of processes) the rules
     that depend on it are checked as well. Raises ConfigError with all problems at once.
     """
-    source = (
-        " and ".join(
-            [str(path)] * (path is not None) + ["the command line"] * bool(overrides or defaults)
-        )
-        or "the defaults"
-    )
     values = {} if path is None else _read(local_path(path))
     for section, settings in (defaults or {}).items():
         own_values = values.setdefault(section, {})
         if isinstance(own_values, dict):
             values[section] = {**settings, **own_values}
-    problems = [
-        problem for override in overrides if (problem := _apply(override, values)) is not None
-    ]
+    problems = []
+    for override in overrides:
+        problem = _apply(override, values)
+        if problem is not None:
+            problems.append(problem)
     _adapt_learning_rate(values)
     config, invalid = _validate(values)
     problems += invalid
@@ -114,13 +68,27 @@ def load(
         p for p in broken_rules(config, world_size) if wrong.isdisjoint({p.key, *p.others})
     ]
     if problems:
+        source = _source(path, on_command_line=bool(overrides or defaults))
         raise ConfigError.of(problems, source)
     return config
 
 
+def _source(path: Path | str | None, *, on_command_line: bool) -> str:
+    """Returns in words where settings come from."""
+    sources = []
+    if path is not None:
+        sources.append(str(path))
+    if on_command_line:
+        sources.append("the command line")
+    if not sources:
+        return "the defaults"
+    return " and ".join(sources)
+
+
 def _read(path: Path) -> Values:
     try:
-        values = parse(read_text(path))
+        text = read_text(path)
+        values = parse(text)
     except FileNotFoundError:
         raise ConfigError(
             f"configuration file {path} not found: check the path, or start from a file in "
@@ -141,10 +109,13 @@ def _read(path: Path) -> Values:
             f"({sections})"
         )
     # A section with all lines commented out reads as null and means the defaults.
-    return {
-        str(section): {} if content is None else _with_names(content)
+    by_section = {
+        str(section): {} if content is None else _with_names(str(section), content)
         for section, content in values.items()
     }
+    if RUN_HEADER.match(text):
+        return of_today(by_section)
+    return by_section
 
 
 def _whole(value: Any) -> Any:
@@ -154,11 +125,18 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _with_names(content: Any) -> Any:
-    """Returns a section with text as keys: a number is no setting, which `_explain` says."""
+def _with_names(section: str, content: Any) -> Any:
+    """Returns a section with text as keys: a number is no setting, which `explain` says."""
     if isinstance(content, dict):
-        return {str(key): _whole(value) for key, value in content.items()}
+        return {str(key): _numbers(f"{section}.{key}", value) for key, value in content.items()}
     return content
+
+
+def _numbers(name: str, value: Any) -> Any:
+    """Returns the value of a setting with whole numbers as such, also in its keys."""
+    if name in MAPPINGS and isinstance(value, dict):
+        return {str(key): _whole(each) for key, each in value.items()}
+    return _whole(value)
 
 
 def _apply(override: str, values: Values) -> Problem | None:
@@ -180,8 +158,14 @@ def _apply(override: str, values: Values) -> Problem | None:
             name, text, f"the value is not valid YAML: {error}", "quote or correct the value"
         )
     content = values.setdefault(section, {})
+    mapping, _, inner = key.partition(".")
+    if f"{section}.{mapping}" in MAPPINGS and inner and isinstance(content, dict):
+        if content.get(mapping) is None:
+            content[mapping] = {}
+        content = content[mapping]
+        key = inner
     if isinstance(content, dict):
-        content[key] = _whole(value)
+        content[key] = _numbers(name, value)
     return None
 
 
@@ -203,78 +187,18 @@ def _validate(values: Values) -> tuple[Config, list[Problem]]:
         return Config.model_validate(values), []
     except ValidationError as error:
         errors = error.errors()
-    problems = [_explain(details) for details in errors]
-    sound = {
-        section: dict(content) if isinstance(content, dict) else content
-        for section, content in values.items()
-    }
-    for section, *keys in (details["loc"] for details in errors):
-        if keys:
-            sound[str(section)].pop(keys[0], None)
-        else:
-            sound.pop(str(section), None)
+    problems = [explain(details) for details in errors]
+    sound = deepcopy(values)
+    for details in errors:
+        _drop(sound, [str(part) for part in details["loc"]])
     return Config.model_validate(sound), problems
 
 
-def _explain(details: ErrorDetails) -> Problem:
-    section, *keys = map(str, details["loc"])
-    name = ".".join([section, *keys[:1]])
-    value = details["input"]
-    if details["type"] == "extra_forbidden":
-        if len(keys) > 1:
-            rule = f"unknown key {keys[-1]} (at {'.'.join(keys[1:-1])})"
-            return Problem(
-                name, value, rule, f"see `longctx config {section}`: {SETTINGS[name].description}"
-            )
-        if (elsewhere := ELSEWHERE.get(name) or ELSEWHERE.get(section)) is not None:
-            return Problem(name, value, "not a part of longctx train", elsewhere)
-        if (keys or [section])[-1].isdecimal():
-            fix = (
-                "if it is a row of context.bins, indent it further than `bins:`; otherwise "
-                "remove it"
-            )
-            return Problem(name, value, "a number is not the name of a setting", fix)
-        return Problem(name, value, "unknown setting", _suggest(section, keys[0] if keys else None))
-    if not keys:
-        return Problem(
-            name,
-            value,
-            "a section must be a mapping of settings",
-            f"write {section}: {{key: value}}",
-        )
-    setting = SETTINGS[name]
-    error = details.get("ctx", {}).get("error")
-    if isinstance(error, PathError):
-        return Problem(name, value, error.rule, error.way_out)
-    if details["type"] == "path_type":
-        rule = "must be a path"
-    else:
-        rule = details["msg"].replace("Input should", "must")
-    where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
-    fix = f"the default is {yaml_text(setting.default)} ({setting.description})"
-    choices = re.findall(r"'([^']*)'", details.get("ctx", {}).get("expected", ""))
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    return Problem(name, value, rule + where, f"did you mean {near[0]}? {fix}" if near else fix)
-
-
-def setting_of(name: str) -> str | None:
-    """Returns the setting with this name in some section, or in another program; None if there is
-    none."""
-    return next((each for each in SETTINGS if each.split(".")[1] == name), ALIASES.get(name))
-
-
-def _suggest(section: str, key: str | None) -> str:
-    """Suggests the setting or section that was probably meant, otherwise lists the valid ones."""
-    if home := setting_of(section if key is None else key):
-        return f"did you mean {home}?"
-    if section not in SECTIONS:
-        near = difflib.get_close_matches(section, SECTIONS, n=1)
-        if near:
-            return f"did you mean section {near[0]}?"
-        return f"sections are {', '.join(SECTIONS)}"
-    keys = list(SECTIONS[section].model_fields)
-    near = [f"{section}.{name}" for name in difflib.get_close_matches(str(key), keys, n=1)]
-    suggestions = near or difflib.get_close_matches(f"{section}.{key}", SETTINGS, n=1)
-    if suggestions:
-        return f"did you mean {suggestions[0]}?"
-    return f"section {section} has {', '.join(keys)}"
+def _drop(values: Values, path: list[str]) -> None:
+    """Removes the section, setting or key of a mapping that a path leads to or into."""
+    _, inside = split_name(path)
+    *outer, key = path[: len(path) - len(inside)]
+    place = values
+    for part in outer:
+        place = place.get(part, {})
+    place.pop(key, None)

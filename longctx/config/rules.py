@@ -2,7 +2,6 @@
 that do not go together."""
 
 import importlib.util
-import math
 import re
 from collections.abc import Iterable, Iterator
 
@@ -58,13 +57,10 @@ def _model(config: Config, error: UserError) -> Iterator[Problem]:
         yield from error.problems
     elif isinstance(error, RopeError):
         fix = "correct the RoPE settings, or omit them to keep the checkpoint's RoPE"
-        yield Problem(
-            f"model.{model.changed_rope[0][0]}",
-            model.changed_rope[0][1],
-            rule=str(error),
-            fix=fix,
-            others=("model.from_pretrained",),
-        )
+        key = "model.rope_scaling" if model.rope_scaling.written() else "model.rope_theta"
+        value = config.value_of(key)
+        others = ("model.from_pretrained",)
+        yield Problem(key, value, rule=str(error), fix=fix, others=others)
     elif isinstance(error, QuantizationError):
         yield Problem(
             "lora.base",
@@ -130,28 +126,29 @@ def _installed(package: str) -> bool:
 
 
 def _stores(config: Config) -> Iterator[Problem]:
-    """Checks that several stores are all by weight, or all by epochs."""
-    stores = config.data.stores
+    """Checks that several stores are all by weight, or all by epochs, without epochs of the run."""
+    stores = config.data.mix
     if stores is None:
         return
     if not stores:
-        yield Problem(
-            "data.stores",
-            stores,
-            "must not be empty",
-            "write [{path: FOLDER, weight: 1}], or use data.store",
-        )
+        fix = "write a path, or [{path: FOLDER, weight: 1}]"
+        yield Problem("data.store", stores, "must not be empty", fix)
     if any((each.weight is None) == (each.epochs is None) for each in stores):
         fix = "write {path: FOLDER, weight: SHARE}, or {path: FOLDER, epochs: PASSES}"
-        yield Problem("data.stores", stores, "each store needs either weight or epochs", fix)
+        yield Problem("data.store", stores, "each store needs either weight or epochs", fix)
     elif len({each.weight is None for each in stores}) > 1:
         rule = "stores with weight and stores with epochs cannot be mixed"
         yield Problem(
-            "data.stores", stores, rule, "use weight for all stores, or epochs for all stores"
+            "data.store", stores, rule, "use weight for all stores, or epochs for all stores"
         )
     if len({each.path.resolve() for each in stores}) < len(stores):
         fix = "list it once, with the sum of its weights or epochs"
-        yield Problem("data.stores", stores, "a store must not be listed twice", fix)
+        yield Problem("data.store", stores, "a store must not be listed twice", fix)
+    epochs = config.train.epochs
+    if epochs is not None:
+        rule = "stores of a mix have epochs of their own, so that steps must be set"
+        fix = "omit it, or set data.store to one path"
+        yield Problem("train.epochs", epochs, rule=rule, fix=fix, others=("data.store",))
 
 
 def _files(config: Config) -> Iterator[Problem]:
@@ -183,16 +180,6 @@ def _shares(config: Config) -> Iterator[Problem]:
             pipeline.chunks,
             *problem,
             ("parallel.pipeline_parallel_size",),
-        )
-    if batch.tokens_per_rank % batch.pad_to_multiple_of:
-        fix = f"set batch.tokens_per_rank to a multiple of {batch.pad_to_multiple_of}"
-        rule = f"must divide batch.tokens_per_rank, which is {batch.tokens_per_rank}"
-        yield Problem(
-            "batch.pad_to_multiple_of",
-            batch.pad_to_multiple_of,
-            rule=rule,
-            fix=fix,
-            others=("batch.tokens_per_rank",),
         )
     if config.train.float8 is not None:
         tiles = config.train.mlp_tile_tokens or 0
@@ -240,7 +227,7 @@ def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             f"{ranks} ranks with {chunks} stages each need at least {ranks * chunks} layers, "
             f"but the model has {layers}"
         )
-        others = ("parallel.pipeline_chunks", "model.num_hidden_layers")
+        others = ("parallel.pipeline_chunks", "model.overrides.num_hidden_layers")
         yield Problem("parallel.pipeline_parallel_size", ranks, rule=rule, fix=fix, others=others)
 
 
@@ -262,7 +249,7 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             size,
             rule=rule,
             fix=fix,
-            others=("model.num_key_value_heads",),
+            others=("model.overrides.num_key_value_heads",),
         )
     else:
         yield from _ulysses_degree(
@@ -293,15 +280,14 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             yield Problem(key, width, rule=rule, fix=fix, others=("parallel.tensor_parallel_size",))
     if config.optimizer.name == "adamw-8bit":
         yield from _cut_blocks(config, spec)
-    multiple = math.lcm(size, batch.pad_to_multiple_of)
-    if batch.tokens_per_rank % multiple and batch.tokens_per_rank % batch.pad_to_multiple_of == 0:
-        below = batch.tokens_per_rank // multiple * multiple
+    if batch.tokens_per_rank % size:
+        below = batch.tokens_per_rank // size * size
         rule = (
-            f"must be a multiple of {multiple}, to which parallel.tensor_parallel_size {size} "
-            "pads the tokens of each rank"
+            f"must be a multiple of {size}, to which parallel.tensor_parallel_size pads the tokens "
+            "of each rank"
         )
-        fix = f"set it to {below} or {below + multiple}" if below else f"set it to {multiple}"
-        others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
+        fix = f"set it to {below} or {below + size}" if below else f"set it to {size}"
+        others = ("parallel.tensor_parallel_size",)
         yield Problem(
             "batch.tokens_per_rank", batch.tokens_per_rank, rule=rule, fix=fix, others=others
         )
@@ -313,7 +299,7 @@ def _cut_blocks(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     size = config.parallel.tensor_parallel_size
     shape = spec.largest_layer
     widths = {
-        "model.num_attention_heads": shape.num_attention_heads * shape.head_dim,
+        "model.overrides.num_attention_heads": shape.num_attention_heads * shape.head_dim,
         **_split_widths(spec),
     }
     possible = [
@@ -353,9 +339,9 @@ def _split_widths(spec: ModelSpec) -> dict[str, int]:
     widths = {}
     for layer in spec.layers:
         if not layer.experts:
-            widths["model.intermediate_size"] = layer.intermediate_size
+            widths["model.overrides.intermediate_size"] = layer.intermediate_size
         elif width := layer.intermediate_size - layer.routed_size:
-            widths["model.shared_expert_intermediate_size"] = width
+            widths["model.overrides.shared_expert_intermediate_size"] = width
     return widths
 
 
@@ -369,7 +355,7 @@ def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator
     """Checks that `context.ulysses_degree` shares out the heads of each rank evenly."""
     degree = config.context.ulysses_degree
     if degree not in (possible := ulysses_degrees(query_heads, kv_heads)):
-        others = ("model.num_key_value_heads", "parallel.tensor_parallel_size")
+        others = ("model.overrides.num_key_value_heads", "parallel.tensor_parallel_size")
         rule = (
             f"must divide the KV heads per rank, {kv_heads}, or be a multiple that divides the "
             f"query heads, {query_heads}"
@@ -403,7 +389,11 @@ def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         f"{experts} experts cannot be split evenly over {expert} × {tensor} expert and tensor "
         "parallel ranks"
     )
-    others = ("model.num_experts", "parallel.tensor_parallel_size", "parallel.expert_parallel_size")
+    others = (
+        "model.overrides.num_experts",
+        "parallel.tensor_parallel_size",
+        "parallel.expert_parallel_size",
+    )
     yield Problem(
         f"parallel.{key}",
         size,

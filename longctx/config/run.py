@@ -1,13 +1,13 @@
 """Config: all settings of a run, by section, and values derived from them."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from longctx.config import settings
-from longctx.config.problems import plain
 from longctx.hf.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.layout import longest_document
@@ -22,6 +22,10 @@ class Config(BaseModel):
     settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    expert_max_load: ClassVar[float] = 2.0
+    """Rows that the experts of a rank compute at once, as a multiple of an even share. If routing
+    is less even, all ranks compute in turns, and again in backward: no token is dropped."""
 
     model: settings.ModelSection = settings.ModelSection()
     lora: settings.LoraSection = settings.LoraSection()
@@ -40,10 +44,15 @@ class Config(BaseModel):
         """Returns the settings with new values by dotted name; rules are not checked."""
         config = self
         for name, value in changes.items():
-            section, key = name.split(".")
-            changed = getattr(config, section).model_copy(update={key: value})
-            config = config.model_copy(update={section: changed})
+            config = _replaced(config, name.split("."), value)
         return config
+
+    def value_of(self, name: str) -> Any:
+        """Returns the value of a setting, or of a key of one, by dotted name."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
 
     def model_source(self, vocab_size: int | None = None) -> ModelSource:
         """Returns the source of the model. `vocab_size` is the size of the store's tokenizer, None
@@ -90,6 +99,12 @@ class Config(BaseModel):
         """Pipeline that micro-batches run through; one stage without pipeline parallelism."""
         parallel = self.parallel
         return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks)
+
+    @property
+    def padding(self) -> int:
+        """Multiple to which the tokens per rank of every micro-batch are padded."""
+        float8 = 1 if self.train.float8 is None else FLOAT8_ROWS
+        return math.lcm(self.parallel.tensor_parallel_size, float8)
 
     @property
     def schedule_steps(self) -> int:
@@ -151,7 +166,16 @@ class Config(BaseModel):
 
     def to_yaml(self) -> str:
         """Returns every setting with its value as YAML; `load` reads it back as an equal Config."""
-        return yaml.safe_dump(plain(self.model_dump()), sort_keys=False)
+        values = {section: getattr(self, section).written() for section in SECTIONS}
+        return yaml.safe_dump(values, sort_keys=False)
+
+
+def _replaced(model: Any, path: list[str], value: Any) -> Any:
+    """Returns a copy of a model of pydantic with another value where a path of names leads to."""
+    key, *rest = path
+    if rest:
+        value = _replaced(getattr(model, key), rest, value)
+    return model.model_copy(update={key: value})
 
 
 SECTIONS: dict[str, type[settings.Section]] = {

@@ -7,18 +7,21 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     create_model,
     field_validator,
-    model_validator,
 )
+from pydantic_core import ErrorDetails
 
-from longctx.config.problems import ConfigError, Problem
+from longctx.config.problems import ConfigError, Problem, plain
 from longctx.hf.lora_options import Lora
-from longctx.model.context_extension import ROPE_SETTINGS
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.context_extension import ROPE_KEYS, shape_of_rope
+from longctx.model.presets import MOST_ENTRIES, PRESETS, ModelShape
 from longctx.paths import expanded, local_path
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
@@ -52,8 +55,65 @@ class Section(BaseModel):
         for field in cls.model_fields.values():
             field.description = " ".join((field.description or "").split())
 
+    def written(self) -> dict[str, Any]:
+        """Returns the settings as they are written in YAML, those of mappings that are given."""
+        return {key: plain(value) for key, value in self}
 
-class _Start(Section):
+
+def _given(value: Any) -> Any:
+    """Returns a mapping as it is given; null, as of one whose keys are commented out, is empty."""
+    if value is None:
+        return {}
+    return value
+
+
+class Keyed(Section):
+    """Base of settings that have keys of their own. None is a key that is not given."""
+
+    def written(self) -> dict[str, Any]:
+        """Returns the keys that are given."""
+        return self.model_dump(exclude_none=True)
+
+
+class RopeScaling(Keyed):
+    """RoPE scaling, by the keys of transformers' configs"""
+
+    rope_type: Literal["default", "linear", "ntk", "yarn", "llama3"] | None = None
+    """type of the scaling; default: none; ntk: a larger base instead"""
+    factor: float | None = Field(None, ge=1)
+    """new context length / original context length"""
+    original_max_position_embeddings: int | None = Field(None, ge=1, le=MOST_ENTRIES)
+    """original context length in tokens (yarn, llama3)"""
+    low_freq_factor: float | None = Field(None, gt=0)
+    """llama3: frequencies with fewer rotations are divided by factor"""
+    high_freq_factor: float | None = Field(None, gt=0)
+    """llama3: frequencies with more rotations are kept"""
+    beta_fast: float | None = Field(None, gt=0)
+    """yarn: frequencies with more rotations are kept"""
+    beta_slow: float | None = Field(None, gt=0)
+    """yarn: frequencies with fewer rotations are divided by factor"""
+
+
+_NO_SIZES = {"vocab_size", *ROPE_KEYS.values()}
+_SIZES: dict[str, Any] = {
+    name: (
+        size.annotation | None,
+        Field(None, description=f"{size.description} (null: the preset's)"),
+    )
+    for name, size in ModelShape.model_fields.items()
+    if size.annotation and name not in _NO_SIZES
+}
+"""A key, such as `hidden_size`, for each field of ModelShape, which has its bounds, but for those
+of RoPE and of the tokenizer."""
+
+
+class Overrides(create_model("_Sizes", __base__=Keyed, **_SIZES)):  # type: ignore[misc]  # mypy follows no fields from there
+    """sizes of a new model, by the keys of transformers' configs where they have one"""
+
+
+class ModelSection(Section):
+    """a new model of a preset, whose sizes can be replaced, or a checkpoint"""
+
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
     from_pretrained: PathOrName | None = None
     """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new
@@ -65,54 +125,53 @@ class _Start(Section):
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """code that runs the checkpoint: transformers' own or the native decoder; auto: native with
     tensor or pipeline parallelism, otherwise transformers"""
-
-
-_SIZES: dict[str, Any] = {
-    name: (
-        size.annotation | None,
-        Field(None, description=f"{size.description} (null: the preset's)"),
-    )
-    for name, size in ModelShape.model_fields.items()
-    if size.annotation
-}
-_SIZES["vocab_size"] = (
-    int | None,
-    Field(None, description="entries of the embedding (null: size of the store's tokenizer)"),
-)
-"""A setting, such as `hidden_size`, for each field of ModelShape, which has its bounds."""
-
-
-class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: ignore[misc]  # mypy follows no fields from there
-    """a new model of a preset, whose sizes can be replaced, or a checkpoint"""
+    vocab_size: int | None = Field(None, ge=2, le=MOST_ENTRIES)
+    """entries of the embedding (null: size of the store's tokenizer)"""
+    rope_theta: float | None = Field(None, gt=0)
+    """base of the rotary position embedding (null: the preset's or the checkpoint's)"""
+    rope_scaling: Annotated[RopeScaling, BeforeValidator(_given)] = RopeScaling()
+    """RoPE for longer documents, of a new model or a checkpoint, in the words of transformers'
+    configs: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8192}; what is not
+    named stays the preset's or the checkpoint's"""
+    overrides: Annotated[Overrides, BeforeValidator(_given)] = Overrides()
+    """sizes of a new model that replace those of the preset: {hidden_size: 64, num_hidden_layers:
+    2}"""
 
     @property
     def changed_rope(self) -> tuple[tuple[str, Any], ...]:
-        """RoPE settings that override those of the checkpoint, as (name, value)."""
-        return tuple(
-            (name, value) for name in ROPE_SETTINGS if (value := getattr(self, name)) is not None
-        )
+        """RoPE settings that override those of the checkpoint, as (key of transformers, value)."""
+        theta = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
+        return (*theta.items(), *self.rope_scaling.written().items())
 
     def sizes(self) -> ModelShape:
         """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError
         if they are inconsistent."""
         if self.preset not in PRESETS:
             fix = f"choose one of {', '.join(PRESETS)}"
-            raise ConfigError.of(
-                [Problem("model.preset", self.preset, "unknown preset", fix)], "the model section"
-            )
-        replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
+            problem = Problem("model.preset", self.preset, "unknown preset", fix)
+            raise ConfigError.of([problem], "the model section")
+        replaced = self.overrides.written()
+        if self.vocab_size is not None:
+            replaced["vocab_size"] = self.vocab_size
+        rope = shape_of_rope(dict(self.changed_rope))
+        preset = PRESETS[self.preset].model_dump()
         try:
-            return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
+            return ModelShape.model_validate({**preset, **replaced, **rope})
         except ValidationError as error:
-            problems = []
-            for details in error.errors():
-                key = ".".join(["model", *map(str, details["loc"])])
-                value = details["input"] if details["loc"] else replaced
-                rule = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
-                problems.append(
-                    Problem(key, value, rule, f"omit it to keep the value of preset {self.preset}")
-                )
+            problems = [self._problem_of_size(details) for details in error.errors()]
             raise ConfigError.of(problems, "the model section") from error
+
+    def _problem_of_size(self, details: ErrorDetails) -> Problem:
+        """Returns the problem of a size that is out of range, or of sizes that do not go
+        together."""
+        fix = f"omit it to keep the value of preset {self.preset}"
+        rule = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
+        if details["loc"]:
+            key = f"model.overrides.{details['loc'][0]}"
+            return Problem(key, details["input"], rule, fix)
+        given = {"overrides": self.overrides.written(), "rope_scaling": self.rope_scaling.written()}
+        value = {name: keys for name, keys in given.items() if keys}
+        return Problem("model", value, rule, fix)
 
     def shape(self, vocab_size: int) -> ModelShape:
         """Returns the sizes for a tokenizer of `vocab_size` entries, which `model.vocab_size` may
@@ -164,15 +223,31 @@ class StoreSetting(Section):
     epochs: float | None = Field(None, gt=0)
 
 
+def _kind_of_store(value: Any) -> str | None:
+    """Returns the tag of a value of data.store; None if it is of no kind."""
+    if isinstance(value, str | Path):
+        return "<path>"
+    if isinstance(value, list):
+        return "<mix>"
+    return None
+
+
+OneStore = Annotated[AnyPath, Tag("<path>")]
+MixedStores = Annotated[list[StoreSetting], Tag("<mix>")]
+STORE_KINDS = Discriminator(
+    _kind_of_store,
+    custom_error_type="store_kind",
+    custom_error_message="Input should be a path, or a list of {path, weight}",
+)
+
+
 class DataSection(Section):
     """training documents"""
 
-    store: AnyPath | None = Path("stores/python-stdlib")
-    """folder written by `longctx prepare` (null: use data.stores)"""
-    stores: list[StoreSetting] | None = None
-    """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path:
-    stores/b, weight: 1}]; epochs instead of weight, for all stores, sets the relative number of
-    passes over each store"""
+    store: Annotated[OneStore | MixedStores, STORE_KINDS] = Path("stores/python-stdlib")
+    """folder written by `longctx prepare`; or several, mixed by tokens: [{path: stores/a, weight:
+    3}, {path: stores/b, weight: 1}]; epochs instead of weight, for all stores, sets the relative
+    number of passes over each store"""
     long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = (
         None
     )
@@ -190,21 +265,19 @@ class DataSection(Section):
     """share of documents, chosen by a hash of their names, held out for validation and never
     trained on"""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_or_several(cls, values: Any) -> Any:
-        """Drops the default store where several stores are given."""
-        given = values if isinstance(values, dict) else {}
-        if "store" not in given and given.get("stores") is not None:
-            return {**values, "store": None}
-        return values
+    @property
+    def mix(self) -> list[StoreSetting] | None:
+        """Stores that are mixed; None if there is a single one."""
+        if isinstance(self.store, list):
+            return self.store
+        return None
 
     @property
     def paths(self) -> list[Path]:
         """Folders of the stores to train on."""
-        if self.store is not None:
-            return [self.store]
-        return [store.path for store in self.stores or ()]
+        if isinstance(self.store, list):
+            return [store.path for store in self.store]
+        return [self.store]
 
     @property
     def description(self) -> str:
@@ -218,8 +291,6 @@ class BatchSection(Section):
     """tokens per step, over all ranks: documents are drawn until a step has at least this many"""
     tokens_per_rank: Count = 8192
     """token budget: maximum tokens per rank in one micro-batch"""
-    pad_to_multiple_of: Count = 1
-    """pad the tokens of each rank to a multiple of this"""
 
 
 class ContextSection(Section):
@@ -276,9 +347,6 @@ class ParallelSection(Section):
     expert_parallel_size: Ranks = 1
     """expert parallel size: consecutive ranks of the domain that the experts of a mixture are split
     over, in addition to tensor parallel ranks; tokens travel to their experts"""
-    expert_max_load: float = Field(2.0, ge=1)
-    """rows that the experts of a rank compute at once, as a multiple of an even share; if routing
-    is less even, all ranks compute in turns, and again in backward: no token is dropped"""
     shard_ranks: Ranks | None = None
     """number of consecutive ranks of the domain over which weights, gradients and optimizer state
     are sharded, such as the ranks of a node; other ranks hold replicas (null: all ranks; 1: no
@@ -313,7 +381,8 @@ class TrainSection(Section):
     steps: Count = 100
     """number of optimizer steps"""
     epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """passes over the documents, instead of steps (null: steps)"""
+    """passes over the documents, instead of steps; several stores have epochs of their own (null:
+    steps)"""
     seed: int = Field(0, ge=0, le=(1 << 32) - 1)
     """seed of the initial weights, and of the order of documents unless data.seed is set"""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -346,9 +415,6 @@ class TrainSection(Section):
     """use the memory of each rank by estimate, with room to spare: keep received K and V unless
     context.keep_kv says otherwise, and if the run does not fit, make the cheapest changes with
     which it does: recomputation, exchange rounds, resharding and others (null: on GPUs)"""
-    peak_flops: float | None = Field(None, gt=0)
-    """peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on
-    a CPU)"""
     run_dir: AnyPath = Path("runs/default")
     """folder for metrics, checkpoints and the resolved settings"""
     timeout_s: float = Field(600.0, gt=0, le=30 * 86400)
@@ -363,6 +429,18 @@ class ParameterGroup(Section):
     match: str = Field(min_length=1)
     learning_rate_ratio: float = Field(1.0, ge=0)
     weight_decay: float | None = Field(None, ge=0)
+
+
+def _kind_of_warmup(value: Any) -> str:
+    """Returns the tag of a value of optimizer.warmup_steps."""
+    if isinstance(value, float):
+        return "<share>"
+    return "<steps>"
+
+
+WarmupSteps = Annotated[int, Field(ge=0, le=LARGEST), Tag("<steps>")]
+WarmupShare = Annotated[float, Field(ge=0, lt=1), Tag("<share>")]
+WARMUP_KINDS = Discriminator(_kind_of_warmup)
 
 
 class OptimizerSection(Section):
@@ -383,11 +461,8 @@ class OptimizerSection(Section):
     """share of the whole schedule in which wsd decays, at its end"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
     """final learning rate as a share of the peak, of inverse_sqrt the least"""
-    warmup_steps: int = Field(10, ge=0, le=LARGEST)
-    """steps until the learning rate reaches its peak"""
-    warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """the same as a share of the whole schedule, which then replaces warmup_steps (null:
-    warmup_steps)"""
+    warmup_steps: Annotated[WarmupSteps | WarmupShare, WARMUP_KINDS] = 10
+    """steps until the learning rate reaches its peak; below 1: a share of the whole schedule"""
     decay_steps: Count | None = None
     """steps of the whole schedule, if another run continues this one (null: train.steps)"""
     weight_decay: float = Field(0.1, ge=0)
@@ -400,8 +475,6 @@ class OptimizerSection(Section):
     """decay rates of AdamW's two moments, each in [0, 1)"""
     eps: float = Field(1e-8, gt=0)
     """added to the square root of AdamW's second moment"""
-    momentum: Beta = 0.95
-    """decay rate of Muon's momentum"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 

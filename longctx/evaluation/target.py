@@ -153,7 +153,7 @@ class Target:
         different = runner.model.differences(saved.state["model"])
         if others := differences_but_rope(different):
             raise UserError(
-                f"{saved.folder} contains another model: {'; '.join(others)}; override only rope_*"
+                f"{saved.folder} contains another model: {'; '.join(others)}; override only RoPE"
             )
         if problem := saved.damage(mesh.control):
             raise UserError(

@@ -69,8 +69,8 @@ def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
     if limit and longest > limit and source.files is not None and not source.files.rope:
         lines.append(
             f"{name}: documents have up to {longest:,} tokens, and the checkpoint is made for "
-            f"{limit:,} (max_position_embeddings): extend it by model.rope_scaling and "
-            "model.rope_factor, or by model.rope_theta, or set data.max_length"
+            f"{limit:,} (max_position_embeddings): extend it by model.rope_scaling, or by "
+            "model.rope_theta, or set data.max_length"
         )
     return lines
 

@@ -89,7 +89,7 @@ class BlockMemory:
             layer.experts > 0 and config.parallel.expert_parallel_size * self.tensor_ranks > 1
         )
         if sends_tokens:
-            at_once = round(load.tokens * config.parallel.expert_max_load)
+            at_once = round(load.tokens * config.expert_max_load)
         else:
             at_once = load.tokens
         at_once = min(self.train.mlp_tile_tokens or at_once, at_once)

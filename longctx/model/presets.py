@@ -156,12 +156,12 @@ class ModelShape(BaseModel):
         if self.head_dim % 2 or (self.rope_scaling == "ntk" and self.head_dim < 4):
             raise ValueError(
                 f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even, and at "
-                "least 4 for rope_scaling ntk"
+                "least 4 for rope_type ntk"
             )
         if self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise ValueError(
-                f"rope_low_freq_factor is {self.rope_low_freq_factor}: must be below "
-                f"rope_high_freq_factor {self.rope_high_freq_factor}"
+                f"low_freq_factor is {self.rope_low_freq_factor}: must be below high_freq_factor "
+                f"{self.rope_high_freq_factor}"
             )
         return self
 

@@ -144,7 +144,7 @@ def limit_rows(model: Model, config: Config) -> None:
         tokens = train.mlp_tile_tokens
         if layer.send is not None:
             even = math.ceil(
-                parallel.expert_max_load
+                config.expert_max_load
                 * config.batch.tokens_per_rank
                 / parallel.tensor_parallel_size
             )

@@ -9,6 +9,7 @@ import torch
 
 from longctx.config import Config
 from longctx.config.problems import plain, yaml_text
+from longctx.config.removed import of_today
 from longctx.config.rules import leaves_rank_empty
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.tokenizer import TokenizerError, added_tokens, same_tokens, without_added
@@ -203,10 +204,7 @@ def notes_on(config: Config, device: torch.device) -> list[str]:
             "train.dtype is float32: on GPUs, matrix products and attention take many times as "
             "long as in bfloat16"
         )
-    if (
-        config.optimizer.warmup_ratio is None
-        and config.optimizer.warmup_steps > config.schedule_steps
-    ):
+    if config.optimizer.warmup_steps > config.schedule_steps:
         limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
         notes.append(
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} "
@@ -246,7 +244,7 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
     Raises UserError if the checkpoints of `run` have the moments of another optimizer.
     """
     path = run / "config.yaml"
-    before = (parse(read_text(path)) or {}) if path.is_file() else {}
+    before = of_today(parse(read_text(path)) or {}) if path.is_file() else {}
     name = before.get("optimizer", {}).get("name", "adamw")
     if path.is_file() and name != config.optimizer.name:
         raise UserError(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from longctx.config import Config, ConfigError
-from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader, Merging, Planner, merge_pieces, plan_step
 from longctx.data.mixture import Mixture, Order, Steps, make_steps
 from longctx.data.sampler import Sampler
@@ -46,9 +45,9 @@ class RunData:
             validation = Store.open(config.eval.store)
         else:
             validation = None
-        if config.data.store is not None:
+        stores = config.data.mix
+        if stores is None:
             return cls(opened[0], validation)
-        stores = config.data.stores or ()
         unit = "epochs" if any(store.epochs is not None for store in stores) else "weight"
         return cls(
             Store.join(opened, [store.epochs or store.weight or 0.0 for store in stores], unit),
@@ -108,17 +107,11 @@ def _budget_for(config: Config, length: int, world_size: int) -> int | None:
     def holds(tokens: int) -> bool:
         return config.changed({"batch.tokens_per_rank": tokens}).capacity(world_size) >= length
 
-    step = padding(config)
+    step = config.padding
     budgets = range(0, length + step, step)
     if holds(budgets[-1]):
         return budgets[bisect_left(budgets, True, key=holds)]
     return None
-
-
-def padding(config: Config) -> int:
-    """Returns the multiple to which the tokens per rank of every micro-batch are padded."""
-    float8 = 1 if config.train.float8 is None else FLOAT8_ROWS
-    return math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size, float8)
 
 
 def make_merging(config: Config, world_size: int) -> Merging | None:
@@ -165,7 +158,7 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         rank=mesh.rank,
         ranks=mesh.ranks,
         planner=make_planner(config, mesh.ranks, profile),
-        pad_to_multiple_of=padding(config),
+        pad_to_multiple_of=config.padding,
         merging=make_merging(config, mesh.world_size),
         **_order(config, max_length),
     )

@@ -277,6 +277,13 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return float32
 
 
+def device_peak(device: torch.device, dtype: str) -> float | None:
+    """Returns the peak FLOP/s of a device; None on a CPU, and for a GPU not in the table."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), dtype)
+
+
 class MetricsLog:
     """Writes every step to the console and metrics.jsonl, and to TensorBoard and Weights & Biases
     if set. Rank 0 has one."""

@@ -23,6 +23,8 @@ from longctx.training.optimizers import muon
 
 Matrices = dict[nn.Parameter, int]
 """Matrices of the blocks, and how many are stacked in each."""
+MOMENTUM = 0.95
+"""Decay rate of Muon's momentum, the default of torch.optim.Muon too."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def make_optimizer(
             }
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             if parameter in matrices:
-                options["momentum"] = settings.momentum
+                options["momentum"] = MOMENTUM
             # Fused operations need parameters on the same mesh.
             group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
             group["params"].append(parameter)
@@ -156,6 +158,13 @@ DECAYS: dict[str, Callable[[float], float]] = {
 """Shapes of decay, from 1 to 0 while progress goes from 0 to 1."""
 
 
+def warmup_steps(given: float, steps: int) -> int:
+    """Returns the steps of a warm-up that is `given` as steps, or below 1 as a share of `steps`."""
+    if given < 1:
+        return round(given * steps)
+    return int(given)
+
+
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
     """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then
     the schedule.
@@ -165,11 +174,7 @@ def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
     peak = settings.learning_rate
     ratio = settings.min_learning_rate_ratio
     schedule = settings.schedule
-    if settings.warmup_ratio is None:
-        warmup = settings.warmup_steps
-    else:
-        warmup = round(settings.warmup_ratio * steps)
-    warmup = min(warmup, steps)
+    warmup = min(warmup_steps(settings.warmup_steps, steps), steps)
     if step <= warmup:
         return peak * step / warmup
     if schedule == "constant":

@@ -25,7 +25,7 @@ from longctx.training import agreement
 from longctx.training.agreement import PlanAgreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.health import FiniteLoss, NonFiniteLoss
-from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
+from longctx.training.metrics import MetricsLog, StepMetrics, device_peak, model_flops
 from longctx.training.optimizer import (
     clip_gradients,
     learning_rate,
@@ -291,10 +291,7 @@ class Trainer:
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
         """Returns the model FLOP utilization of a step; None if the devices' peak FLOP/s is not
         known."""
-        peak = self.config.train.peak_flops
-        device = self.mesh.device
-        if peak is None and device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(device), self.config.dtype)
+        peak = device_peak(self.mesh.device, self.config.dtype)
         if peak is None:
             return None
         plan = batch.plan

@@ -19,7 +19,7 @@ from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store.store import Store
 from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
-from longctx.training.data import RunData, padding
+from longctx.training.data import RunData
 from longctx.training.objectives.objective import token_mean
 from longctx.training.runner import ModelRunner
 
@@ -77,7 +77,7 @@ class Documents:
             left_out=~chosen,
         )
         tokens = config.batch.global_tokens
-        multiple = padding(config)
+        multiple = config.padding
         return cls(
             store,
             sampler.in_order(),

@@ -25,9 +25,9 @@ RING = ["batch.tokens_per_rank=750"]
 MIXTURE = [
     *(
         "model.preset=tiny-moe",
-        "model.num_hidden_layers=2",
-        "model.first_dense_layers=0",
-        "model.moe_intermediate_size=16",
+        "model.overrides.num_hidden_layers=2",
+        "model.overrides.first_dense_layers=0",
+        "model.overrides.moe_intermediate_size=16",
     ),
     *("balance.document_loss=0.1", "balance.z_loss=0.1", *RING),
 ]
@@ -40,7 +40,7 @@ RUNS = {
     "tensor parallel": (2, ["parallel.tensor_parallel_size=2"]),
     "MLP in tiles": (1, ["train.mlp_tile_tokens=100"]),
     "experts over ranks": (2, [*MIXTURE, "parallel.expert_parallel_size=2"]),
-    "pipeline": (2, ["parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"]),
+    "pipeline": (2, ["parallel.pipeline_parallel_size=2", "model.overrides.num_hidden_layers=4"]),
 }
 
 

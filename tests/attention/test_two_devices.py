@@ -90,7 +90,7 @@ def steps(store: Path, run: Path, settings: list[str], name: str) -> list[StepMe
             *settings,
             f"train.device={name}",
             f"context.kernel={kernel}",
-            "model.tie_word_embeddings=true",
+            "model.overrides.tie_word_embeddings=true",
         ]
         trainer = start(
             store, run, settings, resume=resume, timeout_s=60.0, device=this_device(name)

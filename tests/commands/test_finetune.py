@@ -168,7 +168,7 @@ def test_adapters(
             "finetune trains on its DATA argument",
         ),
         (
-            ["{checkpoint}", "{data}", "--data.stores=[{{path: a, weight: 1}}]"],
+            ["{checkpoint}", "{data}", "--data.store=[{{path: a, weight: 1}}]"],
             "finetune trains on its DATA argument",
         ),
         (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: the rank must be at least 1"),
@@ -451,7 +451,7 @@ def test_documents_beyond_the_models_length_are_told(
         "and the checkpoint is made for 300 (max_position_embeddings): extend it by "
         "model.rope_scaling" in told
     )
-    extended = ["--model.rope_scaling=yarn", "--model.rope_factor=16"]
+    extended = ["--model.rope_scaling.rope_type=yarn", "--model.rope_scaling.factor=16"]
     assert "max_position_embeddings" not in finetune(
         capfd, short, conversations, "--out", tmp_path / "extended", *extended
     )

@@ -344,7 +344,7 @@ def test_every_possible_split_keeps_the_rules() -> None:
     config = Config().changed(
         {
             "model.preset": "llama-3.1-8b",
-            **{f"model.{name}": value for name, value in sizes.items()},
+            **{f"model.overrides.{name}": value for name, value in sizes.items()},
         }
     )
     splits = list(possible_splits(shape.spec, 48, 8, budgets=(1024,)))
@@ -433,10 +433,10 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
             load(None, ["data.store=store", *settings], world_size=8).context.profile
             == "h100-nvlink-ib"
         )
-    main([*COMMAND, "--model", "llama-3.2-1b", "--model.num_hidden_layers=4"])
+    main([*COMMAND, "--model", "llama-3.2-1b", "--model.overrides.num_hidden_layers=4"])
     said = capsys.readouterr().out
     assert "MFU" in said and "--parallel.tensor_parallel_size" in said
-    assert "--model.preset llama-3.2-1b\n    --model.num_hidden_layers 4\n" in said
+    assert "--model.preset llama-3.2-1b\n    --model.overrides.num_hidden_layers 4\n" in said
     assert "--context.two_level_exchange true\n" in said, "what it was predicted with"
     layers = PRESETS["llama-3.2-1b"].model_copy(
         update={"num_hidden_layers": 4, "vocab_size": LLAMA_3_VOCABULARY}

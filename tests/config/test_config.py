@@ -10,7 +10,8 @@ import yaml
 
 from longctx import config
 from longctx.config import Config, ConfigError
-from longctx.config.reading import ALIASES, ELSEWHERE, SETTINGS
+from longctx.config.explain import ELSEWHERE
+from longctx.config.names import ALIASES, SETTINGS
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document
@@ -62,13 +63,12 @@ def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -
         ("batch.global_tokens=1e6", 1_000_000),
         ("data.store=my stores/a=b", Path("my stores/a=b")),
         ("train.run_dir=2001-13-45", Path("2001-13-45")),
-        ("model.tie_word_embeddings=false", False),
+        ("model.overrides.tie_word_embeddings=false", False),
         ("model.preset=llama-3.1-8b", "llama-3.1-8b"),
     ],
 )
 def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
-    section, key = override.partition("=")[0].split(".")
-    assert getattr(getattr(load(override), section), key) == expected
+    assert load(override).value_of(override.partition("=")[0]) == expected
 
 
 def test_every_name_of_another_program_leads_to_a_setting() -> None:
@@ -126,7 +126,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         ("batch.tokens_per_rnk=1", "did you mean batch.tokens_per_rank?"),
         ("train.learning_rate=1", "did you mean optimizer.learning_rate?"),
         ("optimiser.learning_rate=1", "did you mean section optimizer?"),
-        ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
+        ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank"),
         ("zzz.zzz=1", "sections are model, lora, data, batch"),
         ("optimizer.lr=1", "did you mean optimizer.learning_rate?"),
         ("train.gradient_checkpointing=true", "did you mean train.recompute?"),
@@ -168,6 +168,8 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
     ("override", "rule"),
     [
         ("train.steps=0", "greater than or equal to 1"),
+        ("optimizer.warmup_steps=1.5", "must be less than 1"),
+        ("optimizer.warmup_steps=-0.5", "must be greater than or equal to 0"),
         *(
             (f"optimizer.warmup_steps={value}", "valid integer")
             for value in ("true", "0100", "1:30", "0x10")
@@ -180,11 +182,13 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
         ("optimizer.betas=[0.9]", "required"),
         ("model.preset=huge", "unknown preset"),
         ("model.preset=8b", "unknown preset"),
-        ("model.num_attention_heads=3", "which is not divisible by num_key_value_heads 2"),
-        ("model.head_dim=33", "must be even"),
-        ("model.hidden_size=0", "greater than or equal to 1"),
+        (
+            "model.overrides.num_attention_heads=3",
+            "which is not divisible by num_key_value_heads 2",
+        ),
+        ("model.overrides.head_dim=33", "must be even"),
+        ("model.overrides.hidden_size=0", "greater than or equal to 1"),
         ("context.profile=nowhere.yaml", "no hardware profile 'nowhere.yaml'"),
-        ("batch.pad_to_multiple_of=3", "must divide batch.tokens_per_rank, which is 8192"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 KV heads"),
         (
             "context.ulysses_degree=3",
@@ -204,7 +208,7 @@ def test_each_rule(override: str, rule: str) -> None:
     (text,) = problems(override).values()
     key, _, value = override.partition("=")
     assert rule in text and "fix: " in text
-    assert key == "model.num_attention_heads" or (
+    assert key == "model.overrides.num_attention_heads" or (
         key.split(".")[0] in text and value.strip("'") in text
     )
 
@@ -226,8 +230,8 @@ def test_invalid_tables_of_bins(bins: str, rule: str) -> None:
 
 STAGES, CHUNKS = "parallel.pipeline_parallel_size", "parallel.pipeline_chunks"
 BINS = "context.mode=bins"
-PIPELINE = ["model.num_hidden_layers=8", f"{STAGES}=2"]
-OVER_FOUR = ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4"]
+PIPELINE = ["model.overrides.num_hidden_layers=8", f"{STAGES}=2"]
+OVER_FOUR = ["parallel.tensor_parallel_size=4", "model.overrides.num_key_value_heads=4"]
 
 
 @pytest.mark.parametrize(
@@ -283,12 +287,17 @@ OVER_FOUR = ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4"]
             "set it to 500 or 502",
         ),
         (
-            [*OVER_FOUR, "model.intermediate_size=9"],
+            [*OVER_FOUR, "model.overrides.intermediate_size=9"],
             4,
-            "model.intermediate_size",
+            "model.overrides.intermediate_size",
             "set it to 8 or 10",
         ),
-        ([*OVER_FOUR, "model.intermediate_size=3"], 4, "model.intermediate_size", "set it to 4"),
+        (
+            [*OVER_FOUR, "model.overrides.intermediate_size=3"],
+            4,
+            "model.overrides.intermediate_size",
+            "set it to 4",
+        ),
         (["parallel.shard_ranks=4"], 6, "parallel.shard_ranks", "set it to 3, or omit it to use 6"),
         ([*PIPELINE, f"{CHUNKS}=5"], None, STAGES, "set parallel.pipeline_chunks to 4"),
         ([*PIPELINE, f"{STAGES}=16", f"{CHUNKS}=2"], None, STAGES, "set it to 4 or less"),
@@ -417,7 +426,10 @@ def test_the_resolved_dump_reads_back_equal(tmp_path: Path) -> None:
         "optimizer.learning_rate=1e-5",
     ]
     loaded = load(
-        *changed, "optimizer.betas=[0.8, 0.99]", "data.store=elsewhere", "model.hidden_size=64"
+        *changed,
+        "optimizer.betas=[0.8, 0.99]",
+        "data.store=elsewhere",
+        "model.overrides.hidden_size=64",
     )
     text = loaded.to_yaml()
     assert config.load(written(tmp_path, text), []) == loaded
@@ -450,7 +462,9 @@ def test_help_lists_every_setting_with_type_description_and_default() -> None:
 
 
 def test_a_model_is_its_preset_with_the_sizes_given() -> None:
-    shape = load("model.preset=small", "model.num_hidden_layers=3").model.shape(vocab_size=4096)
+    shape = load("model.preset=small", "model.overrides.num_hidden_layers=3").model.shape(
+        vocab_size=4096
+    )
     assert shape == PRESETS["small"].model_copy(update={"num_hidden_layers": 3, "vocab_size": 4096})
     assert load("model.vocab_size=4100").model.shape(vocab_size=4096).vocab_size == 4100
     with pytest.raises(ConfigError, match="at least the size of the store's tokenizer, 4096"):
@@ -464,15 +478,12 @@ def test_the_examples_are_valid(repository: Path, name: str, world_size: int) ->
 
 
 def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
-    loaded = load("data.stores=[{path: a, weight: 3}, {path: b, weight: 1.5}]")
-    assert (
-        loaded.data.store is None
-        and loaded.data.paths == [Path("a"), Path("b")]
-        and loaded.data.description == "a, b"
-    )
+    loaded = load("data.store=[{path: a, weight: 3}, {path: b, weight: 1.5}]")
+    assert loaded.data.paths == [Path("a"), Path("b")] and loaded.data.description == "a, b"
     assert config.load(written(tmp_path, loaded.to_yaml())) == loaded
     assert Config().data.paths == [Path("stores/python-stdlib")]
-    assert "--data.stores [{path, weight, epochs}, ..]|null" in config.describe()
+    assert Config().data.mix is None
+    assert "--data.store path|[{path, weight, epochs}, ..]" in config.describe()
 
 
 @pytest.mark.parametrize(
@@ -489,8 +500,16 @@ def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
         ("[{path: a, weight: 0}]", "must be greater than 0 (at 0.weight)"),
         ("[{path: a, weight: 1}, {path: b, wieght: 1}]", "unknown key wieght (at 1)"),
         ("[{weight: 1}]", "required (at 0.path)"),
+        ("null", "must be a path, or a list of {path, weight}"),
+        ("3", "must be a path, or a list of {path, weight}"),
+        ("s3://bucket", "and not s3://"),
     ],
 )
 def test_invalid_lists_of_stores(stores: str, rule: str) -> None:
-    (text,) = problems(f"data.stores={stores}").values()
-    assert rule in text and text.startswith("  data.stores = ")
+    (text,) = problems(f"data.store={stores}").values()
+    assert rule in text and text.startswith("  data.store = ")
+
+
+def test_a_mix_has_no_epochs_of_the_run() -> None:
+    text = problems("data.store=[{path: a, weight: 3}]", "train.epochs=2")["train.epochs"]
+    assert "stores of a mix have epochs of their own" in text

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from longctx.config import ConfigError, Problem, load
 from longctx.config.combinations import A_CHECKPOINT, CHECKPOINT, FACTS, ROWS, Row, _conditions
+from longctx.config.names import FIELDS, MAPPINGS
 from longctx.config.problems import yaml_text
-from longctx.config.reading import SETTINGS
 from longctx.config.run import SECTIONS
 from tests.family_cases import build
 
@@ -35,6 +35,7 @@ VALUES = (
     ),
     *(False, "grpo", "token_mask", "adamw", "cosine", "nf4"),
     *(["q_proj"], [0.8, 0.9], {8192: 1}, [{"path": "a", "weight": 1.0}]),
+    {"num_experts": 8},
 )
 """Values to try where a condition does not say the value."""
 NEEDS = {
@@ -48,7 +49,7 @@ NEEDS = {
     "the bias of the router is false": "model.from_pretrained=mixtral",
     "is not null: the router has no bias": "model.implementation=native",
     "of the router is false and the number of experts > 0 and model.from_pretrained is "
-    "null": "model.router_bias=false",
+    "null": "model.overrides.router_bias=false",
     "the number of experts > 0": "model.preset=tiny-moe",
     "the tokens of every document": "model.preset=tiny-moe",
     "_loss > 0: it goes by": "balance.bias_rate=0.0",
@@ -81,10 +82,11 @@ def settings(row: Row) -> list[str]:
 def another_value(name: str, condition: str) -> object:
     """Returns a value that the setting takes and the condition holds for."""
     (parsed,) = _conditions(condition)
-    section, key = name.split(".")
+    path, _, key = name.rpartition(".")
+    kind = MAPPINGS.get(path) or SECTIONS[path]
     for value in VALUES:
         try:
-            SECTIONS[section].model_validate({key: value})
+            kind.model_validate({key: value})
         except ValidationError:
             continue
         if parsed.holds(value):
@@ -110,9 +112,7 @@ def test_a_row_is_refused_and_its_ways_out_are_accepted(
     monkeypatch.chdir(checkpoints)
     overrides = settings(row)
     (problem,) = problems(row, overrides)
-    assert (
-        problem.fix == row.fix and set(problem.others) <= set(SETTINGS) and problem.key in SETTINGS
-    )
+    assert problem.fix == row.fix and set(problem.others) <= set(FIELDS) and problem.key in FIELDS
     for way_out in row.ways_out:
         way_out = way_out.replace(A_CHECKPOINT, "bert" if "masked" in text(row) else "llama")
         overrides += COMPANIONS.get(way_out, [])

@@ -19,7 +19,7 @@ MIXTURE = "model.preset=tiny-moe"
 IN_8_BITS = ["optimizer.name=adamw-8bit", "parallel.tensor_parallel_size=2"]
 IN_FLOAT8 = ["train.float8=rowwise", "train.dtype=bfloat16"]
 LLAMA = "model.from_pretrained=llama"
-WIDE = [*IN_8_BITS, "model.hidden_size=1024"]
+WIDE = [*IN_8_BITS, "model.overrides.hidden_size=1024"]
 EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
     "a pattern": (
         ["optimizer.groups=[{match: '('}]"],
@@ -60,19 +60,19 @@ EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
     ),
     "8 bits": (IN_8_BITS, None, "optimizer.name", "has 64 of 128 columns of a parameter"),
     "8 bits of an MLP": (
-        [*WIDE, "model.intermediate_size=4352"],
+        [*WIDE, "model.overrides.intermediate_size=4352"],
         None,
         "optimizer.name",
         "has 2176 of 4352 columns of a parameter",
     ),
     "8 bits of a shared expert": (
-        [*WIDE, MIXTURE, "model.shared_expert_intermediate_size=4224"],
+        [*WIDE, MIXTURE, "model.overrides.shared_expert_intermediate_size=4224"],
         None,
         "optimizer.name",
         "has 2112 of 4224 columns of a parameter",
     ),
     "RoPE": (
-        [LLAMA, "model.rope_scaling=yarn"],
+        [LLAMA, "model.rope_scaling.rope_type=yarn"],
         None,
         "model.rope_scaling",
         "give a factor greater than 1",
@@ -100,6 +100,18 @@ EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
         None,
         "context.ulysses_degree",
         "split documents of this model send latents",
+    ),
+    "epochs of a mix": (
+        ["data.store=[{path: a, weight: 3}]", "train.epochs=2"],
+        None,
+        "train.epochs",
+        "stores of a mix have epochs of their own",
+    ),
+    "tokens of tensor ranks": (
+        ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=8193"],
+        None,
+        "batch.tokens_per_rank",
+        "must be a multiple of 2, to which parallel.tensor_parallel_size pads",
     ),
     "a package": ([LLAMA, "lora.rank=2"], None, "lora.rank", "needs peft, which is not installed"),
 }
@@ -156,7 +168,7 @@ def examples_of_settings() -> Iterator[tuple[list[str], int | None]]:
     for bins, _ in given(test_config.test_invalid_tables_of_bins):
         yield ["context.mode=bins", f"context.bins={bins}"], None
     for stores, _ in given(test_config.test_invalid_lists_of_stores):
-        yield [f"data.stores={stores}"], None
+        yield [f"data.store={stores}"], None
     for overrides, world_size, *_ in given(test_config.test_rules_on_processes_and_stages):
         yield overrides, world_size
 

@@ -204,15 +204,19 @@ def test_weights_are_those_of_the_sequences(data: st.DataObject) -> None:
 
 REFUSED = {
     "document_loss": [
-        "model.num_experts=4",
-        "model.num_experts_per_tok=2",
+        "model.overrides.num_experts=4",
+        "model.overrides.num_experts_per_tok=2",
         "balance.document_loss=0.01",
     ],
-    "z_loss": ["model.num_experts=4", "model.num_experts_per_tok=2", "balance.z_loss=0.01"],
+    "z_loss": [
+        "model.overrides.num_experts=4",
+        "model.overrides.num_experts_per_tok=2",
+        "balance.z_loss=0.01",
+    ],
     "bias of the router": [
-        "model.num_experts=4",
-        "model.num_experts_per_tok=2",
-        "model.router_bias=true",
+        "model.overrides.num_experts=4",
+        "model.overrides.num_experts_per_tok=2",
+        "model.overrides.router_bias=true",
     ],
 }
 

@@ -157,12 +157,16 @@ def test_ranks_without_a_token(workers: Workers, store: Path, checkpoint: Path, 
 def test_a_scaled_rope_is_another_model_and_is_said(
     workers: Workers, store: Path, run: Path, alone: dict[str, Any]
 ) -> None:
-    scaled = ["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64"]
+    scaled = [
+        "model.rope_scaling.rope_type=yarn",
+        "model.rope_scaling.factor=4",
+        "model.rope_scaling.original_max_position_embeddings=64",
+    ]
     found = workers.run(losses, 1, str(run), store, [*WHOLE, *scaled])[0]
     assert found["overall"]["loss"] != pytest.approx(alone["run"]["overall"]["loss"], rel=1e-6)
     assert "not as trained: model.rope_scaling is 'yarn', was 'none'" in found["notes"]
     with pytest.raises(AssertionError, match=r"contains another model: hidden_size is 16, was 32"):
-        workers.run(losses, 1, str(run), store, [*WHOLE, "model.hidden_size=16"])
+        workers.run(losses, 1, str(run), store, [*WHOLE, "model.overrides.hidden_size=16"])
 
 
 @pytest.mark.slow
@@ -171,7 +175,11 @@ def test_a_scaled_rope_in_transformers_own_code(
 ) -> None:
     """There the longest length is a setting of the model, which the factor changes."""
     workers.run(train_checkpoint, 1, checkpoint, store, tmp_path)
-    scaled = ["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=4096"]
+    scaled = [
+        "model.rope_scaling.rope_type=yarn",
+        "model.rope_scaling.factor=4",
+        "model.rope_scaling.original_max_position_embeddings=4096",
+    ]
     found = workers.run(losses, 1, str(tmp_path), store, [*WHOLE, *scaled])[0]
     assert any(
         note.startswith("not as trained: model.rope_parameters is ") for note in found["notes"]

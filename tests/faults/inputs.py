@@ -27,8 +27,8 @@ import yaml
 
 from longctx.cli import main
 from longctx.config import Config
+from longctx.config.names import SETTINGS
 from longctx.config.problems import plain
-from longctx.config.reading import SETTINGS
 
 FULL = {
     "configs": 2000,
@@ -41,9 +41,9 @@ FULL = {
 }
 """Cases of each kind in the long form."""
 TINY = (
-    "--model.hidden_size=32 --model.intermediate_size=64 --model.num_hidden_layers=1 "
-    "--model.num_attention_heads=2 "
-    "--model.num_key_value_heads=1 --model.head_dim=16 --model.vocab_size=257 "
+    "--model.overrides.hidden_size=32 --model.overrides.intermediate_size=64 "
+    "--model.overrides.num_hidden_layers=1 --model.overrides.num_attention_heads=2 "
+    "--model.overrides.num_key_value_heads=1 --model.overrides.head_dim=16 --model.vocab_size=257 "
     "--batch.global_tokens=2000 "
     "--batch.tokens_per_rank=2000 --train.steps=2 --checkpoint.every=1 --train.device=cpu"
 )

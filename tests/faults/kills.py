@@ -26,9 +26,9 @@ from tests.training_cases import steps_in
 TIMEOUT_S = 60.0
 """Of messages between ranks, and for ranks to join."""
 SETTINGS = (
-    "--model.hidden_size=32 --model.intermediate_size=64 --model.num_hidden_layers=1 "
-    "--model.num_attention_heads=2 "
-    "--model.num_key_value_heads=1 --model.head_dim=16 --model.vocab_size=257 "
+    "--model.overrides.hidden_size=32 --model.overrides.intermediate_size=64 "
+    "--model.overrides.num_hidden_layers=1 --model.overrides.num_attention_heads=2 "
+    "--model.overrides.num_key_value_heads=1 --model.overrides.head_dim=16 --model.vocab_size=257 "
     "--batch.global_tokens=700 "
     "--batch.tokens_per_rank=400 --data.max_length=350 --train.device=cpu --log.tensorboard=false "
     f"--train.timeout_s={TIMEOUT_S}"

@@ -16,17 +16,28 @@ from tests.workers import Workers
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "base": (["rope_theta=50000.0"], {"rope_type": "default", "rope_theta": 50000.0}),
-    "linear": (["rope_scaling=linear", "rope_factor=4.0"], {"rope_type": "linear", "factor": 4.0}),
+    "linear": (
+        ["rope_scaling.rope_type=linear", "rope_scaling.factor=4.0"],
+        {"rope_type": "linear", "factor": 4.0},
+    ),
     "ntk": (
-        ["rope_scaling=ntk", "rope_factor=4.0"],
+        ["rope_scaling.rope_type=ntk", "rope_scaling.factor=4.0"],
         {"rope_type": "default", "rope_theta": 1e4 * 4.0 ** (8 / 6)},
     ),
     "yarn": (
-        ["rope_scaling=yarn", "rope_factor=4.0", "rope_original_length=16"],
+        [
+            "rope_scaling.rope_type=yarn",
+            "rope_scaling.factor=4.0",
+            "rope_scaling.original_max_position_embeddings=16",
+        ],
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     ),
     "llama3": (
-        ["rope_scaling=llama3", "rope_factor=8.0", "rope_original_length=16"],
+        [
+            "rope_scaling.rope_type=llama3",
+            "rope_scaling.factor=8.0",
+            "rope_scaling.original_max_position_embeddings=16",
+        ],
         {
             "rope_type": "llama3",
             "factor": 8.0,
@@ -83,7 +94,7 @@ SCALED: dict[str, dict[str, Any]] = {
 """RoPE of checkpoints, with all fields of their types."""
 NAMED: dict[str, dict[str, Any]] = {
     "rope_theta": {"rope_theta": 8e6},
-    "rope_factor": {"factor": 8.0},
+    "rope_scaling.factor": {"factor": 8.0},
 }
 """What a setting changes in a config."""
 
@@ -98,7 +109,7 @@ ROPES = [
 @pytest.mark.parametrize(
     ("kind", "old", "setting"),
     slow_unless(
-        lambda _, old, setting: setting == "rope_factor" or old in ("dynamic", "longrope"),
+        lambda _, old, setting: setting == "rope_scaling.factor" or old in ("dynamic", "longrope"),
         [(*rope, setting) for rope in ROPES for setting in NAMED],
     ),
 )
@@ -126,10 +137,10 @@ def test_a_change_of_rope_keeps_the_rest(
     )
     value = next(iter(NAMED[setting].values()))
     settings = [f"model.{setting}={value}"]
-    if setting == "rope_factor" and old in ("default", "longrope"):
+    if setting == "rope_scaling.factor" and old in ("default", "longrope"):
         with pytest.raises(
             ConfigError,
-            match=r"(?s)rope_scaling is not set.*omit them to keep the checkpoint's RoPE",
+            match=r"(?s)rope_type is not set.*omit them to keep the checkpoint's RoPE",
         ):
             load(None, [f"model.from_pretrained={tmp_path / 'plain'}", *settings])
         return
@@ -140,7 +151,7 @@ def test_a_change_of_rope_keeps_the_rest(
     )
     wanted = transformers.AutoConfig.from_pretrained(tmp_path / "plain")
     wanted.rope_parameters = whole({**before, **NAMED[setting]})
-    if setting == "rope_factor" and old == "linear":
+    if setting == "rope_scaling.factor" and old == "linear":
         wanted.max_position_embeddings = 512  # 128 were reached with a factor of 2
     assert config.to_dict() == wanted.to_dict()
     model = build_model(kind, "eager", **made, rope_parameters=whole(before))
@@ -166,19 +177,21 @@ def test_naming_the_type_keeps_its_fields_and_another_type_replaces_them(tmp_pat
         return load(None, given).model_source().files
 
     yarn = {"rope_theta": 1e4, **SCALED["yarn"]}
-    assert changed("yarn", "rope_scaling=yarn", "rope_factor=16.0").config.rope_parameters == {
+    assert changed(
+        "yarn", "rope_scaling.rope_type=yarn", "rope_scaling.factor=16.0"
+    ).config.rope_parameters == {
         **yarn,
         "factor": 16.0,
     }
-    assert changed("yarn", "rope_beta_fast=16.0").config.rope_parameters == {
+    assert changed("yarn", "rope_scaling.beta_fast=16.0").config.rope_parameters == {
         **yarn,
         "beta_fast": 16.0,
     }
-    assert changed("llama3", "rope_scaling=none").config.rope_parameters == {
+    assert changed("llama3", "rope_scaling.rope_type=default").config.rope_parameters == {
         "rope_theta": 1e4,
         "rope_type": "default",
     }
-    found = changed("llama3", "rope_scaling=yarn", "rope_factor=16.0").config
+    found = changed("llama3", "rope_scaling.rope_type=yarn", "rope_scaling.factor=16.0").config
     assert found.rope_parameters == {
         "rope_theta": 1e4,
         **YARN,
@@ -188,12 +201,15 @@ def test_naming_the_type_keeps_its_fields_and_another_type_replaces_them(tmp_pat
     }
     assert found.max_position_embeddings == 256
     for settings, named in (
-        (["rope_scaling=yarn", "rope_factor=16"], "set rope_original_length"),
         (
-            ["rope_scaling=ntk", "rope_factor=16"],
+            ["rope_scaling.rope_type=yarn", "rope_scaling.factor=16"],
+            "set original_max_position_embeddings",
+        ),
+        (
+            ["rope_scaling.rope_type=ntk", "rope_scaling.factor=16"],
             "ntk, which cannot replace the checkpoint's RoPE of type linear",
         ),
-        (["rope_beta_fast=16"], "RoPE of type linear has no rope_beta_fast"),
+        (["rope_scaling.beta_fast=16"], "RoPE of type linear has no beta_fast"),
     ):
         with pytest.raises(ConfigError, match=named):
             changed("linear", *settings)
@@ -203,7 +219,11 @@ def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
     build_model("gemma3_text", "eager").save_pretrained(tmp_path)
     config = load(
         None,
-        [f"model.from_pretrained={tmp_path}", "model.rope_scaling=linear", "model.rope_factor=8.0"],
+        [
+            f"model.from_pretrained={tmp_path}",
+            "model.rope_scaling.rope_type=linear",
+            "model.rope_scaling.factor=8.0",
+        ],
     )
     changed, plain = (
         config.model_source().files.config,
@@ -227,9 +247,9 @@ def test_the_rotated_part_of_a_head() -> None:
     ("kind", "settings", "named"),
     [
         ("gpt2", ["rope_theta=1e5"], "gpt2 has no rotary position embedding"),
-        ("llama", ["rope_scaling=yarn"], "rope_factor is 1.0: give a factor greater than 1"),
-        ("llama", ["rope_factor=4.0"], "rope_scaling is not set"),
-        ("llama", ["hidden_size=64"], "sizes are taken from the checkpoint"),
+        ("llama", ["rope_scaling.rope_type=yarn"], "factor is 1.0: give a factor greater than 1"),
+        ("llama", ["rope_scaling.factor=4.0"], "rope_type is not set"),
+        ("llama", ["overrides.hidden_size=64"], "sizes are taken from the checkpoint"),
     ],
 )
 def test_what_a_checkpoint_cannot_take_is_refused(

@@ -29,14 +29,14 @@ from longctx.parallel.mesh import make_groups
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.balance import Balance
 from tests.marks import examples
-from tests.training_cases import start, train, train_then_save
+from tests.training_cases import forced, start, train, train_then_save
 from tests.workers import Workers
 
 TINY_MOE = [
     "model.preset=tiny-moe",
-    "model.num_hidden_layers=4",
-    "model.moe_intermediate_size=16",
-    "model.shared_expert_intermediate_size=16",
+    "model.overrides.num_hidden_layers=4",
+    "model.overrides.moe_intermediate_size=16",
+    "model.overrides.shared_expert_intermediate_size=16",
     "data.max_length=600",
     "batch.global_tokens=2000",
     "balance.document_loss=0.01",
@@ -172,8 +172,11 @@ def split_documents(
     return gradient[:-2], counts, losses
 
 
-def moe_steps(store: Path, run: Path, settings: list[str], steps: int) -> list[StepMetrics]:
-    return train(store, run, [*TINY_MOE, *settings], steps)
+def moe_steps(
+    store: Path, run: Path, settings: list[str], steps: int, max_load: float = 2.0
+) -> list[StepMetrics]:
+    with forced(expert_max_load=max_load):
+        return train(store, run, [*TINY_MOE, *settings], steps)
 
 
 def statistics_of_counts() -> tuple[dict[str, float], list[list[float]]]:
@@ -530,18 +533,13 @@ def test_experts_on_other_ranks(
         assert max(map(max, calls)) <= most_rows + len(tokens) // groups
 
 
-TWO_LAYERS = ["model.num_hidden_layers=2", "model.first_dense_layers=0"]
-IN_STAGES = [
-    "parallel.pipeline_parallel_size=2",
-    "parallel.expert_parallel_size=2",
-    "parallel.expert_max_load=1",
-]
-SPLITS = [
-    (3, ["train.mlp_tile_tokens=50", "parallel.reduce_after=micro_batch"]),
-    (4, ["parallel.expert_parallel_size=2", "parallel.shard_ranks=2", "train.mlp_tile_tokens=40"]),
-    (4, IN_STAGES),
-]
-"""With losses and statistics of balance, which plain transformers lack."""
+TWO_LAYERS = ["model.overrides.num_hidden_layers=2", "model.overrides.first_dense_layers=0"]
+IN_TILES = ["train.mlp_tile_tokens=50", "parallel.reduce_after=micro_batch"]
+SHARDED = ["parallel.expert_parallel_size=2", "parallel.shard_ranks=2", "train.mlp_tile_tokens=40"]
+IN_STAGES = ["parallel.pipeline_parallel_size=2", "parallel.expert_parallel_size=2"]
+SPLITS = [(3, IN_TILES, 2.0), (4, SHARDED, 2.0), (4, IN_STAGES, 1.0)]
+"""Ranks, settings and the most load, with losses and statistics of balance, which plain
+transformers lack."""
 
 
 @pytest.mark.slow
@@ -552,9 +550,9 @@ def test_training_is_the_same_however_it_is_split(
         moe_steps, 1, store, tmp_path / "alone", [*TWO_LAYERS, "batch.tokens_per_rank=600"], 2
     )[0]
     assert wanted[-1].document_loss and wanted[-1].z_loss and wanted[-1].expert_imbalance
-    for number, (ranks, options) in enumerate(SPLITS):
+    for number, (ranks, options, most_load) in enumerate(SPLITS):
         given = [*TWO_LAYERS, "batch.tokens_per_rank=400", *options]
-        found = workers.run(moe_steps, ranks, store, tmp_path / str(number), given, 2)[0]
+        found = workers.run(moe_steps, ranks, store, tmp_path / str(number), given, 2, most_load)[0]
         for one, other in zip(wanted, found, strict=True):
             assert one.loss == pytest.approx(other.loss, rel=1e-5), options
             assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4), options
@@ -627,7 +625,7 @@ def test_an_expert_of_all_tokens_is_not_in_tiles() -> None:
     kept = []
     for shared in (0, 4096):
         options = [
-            f"model.shared_expert_intermediate_size={shared}",
+            f"model.overrides.shared_expert_intermediate_size={shared}",
             "train.mlp_tile_tokens=128",
             "model.vocab_size=300",
         ]
@@ -668,22 +666,25 @@ def test_sizes_of_presets() -> None:
             "divide parallel.shard_ranks, 1\n.* multiple of 2",
         ),
         (
-            ["model.num_experts=3", "parallel.tensor_parallel_size=2"],
+            ["model.overrides.num_experts=3", "parallel.tensor_parallel_size=2"],
             2,
             "tensor_parallel_size = 2\n.*3 experts .*\n.*set it to 1, 3",
         ),
         (
-            ["model.shared_expert_intermediate_size=1", "parallel.tensor_parallel_size=2"],
+            [
+                "model.overrides.shared_expert_intermediate_size=1",
+                "parallel.tensor_parallel_size=2",
+            ],
             2,
             "shared_expert_intermediate_size = 1",
         ),
         (
-            ["model.intermediate_size=1", "parallel.tensor_parallel_size=2"],
+            ["model.overrides.intermediate_size=1", "parallel.tensor_parallel_size=2"],
             2,
-            r"model\.intermediate_size = 1",
+            r"model\.overrides\.intermediate_size = 1",
         ),
-        (["model.num_experts_per_tok=9"], 1, "there are only 8 experts"),
-        (["model.first_dense_layers=3"], 1, "leaves none of 3 layers"),
+        (["model.overrides.num_experts_per_tok=9"], 1, "there are only 8 experts"),
+        (["model.overrides.first_dense_layers=3"], 1, "leaves none of 3 layers"),
     ],
 )
 def test_what_cannot_be_is_refused(given: list[str], ranks: int, said: str) -> None:

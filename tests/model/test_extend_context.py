@@ -60,7 +60,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         prepare(open_corpus(str(source)), folder / name, tokenizer=str(checkpoint))
     return [
         f"model.from_pretrained={checkpoint}",
-        f"data.stores=[{{path: {folder / 'short'}, weight: 1}}, {{path: {folder / 'long'}, weight: "
+        f"data.store=[{{path: {folder / 'short'}, weight: 1}}, {{path: {folder / 'long'}, weight: "
         f"3}}]",
         "data.held_out=0.1",
         "batch.global_tokens=700",
@@ -78,7 +78,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 SHORT = ["train.steps=2", "data.max_length=64", "optimizer.decay_steps=5"]
-LONG = ["train.steps=5", "data.max_length=256", "model.rope_original_length=64"]
+LONG = [
+    "train.steps=5",
+    "data.max_length=256",
+    "model.rope_scaling.original_max_position_embeddings=64",
+]
 
 
 def train(runs: Path, settings: list[str]) -> list[dict[str, Any]]:

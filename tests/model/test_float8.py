@@ -41,7 +41,7 @@ def plain(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
             [
                 "train.float8=tensorwise",
                 "parallel.pipeline_parallel_size=2",
-                "model.num_hidden_layers=2",
+                "model.overrides.num_hidden_layers=2",
             ],
             marks=pytest.mark.slow,
         ),

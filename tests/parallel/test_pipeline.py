@@ -21,7 +21,7 @@ from tests import training_cases
 from tests.training_cases import train
 from tests.workers import Workers
 
-LAYERS = "model.num_hidden_layers=4"
+LAYERS = "model.overrides.num_hidden_layers=4"
 
 
 @pytest.fixture(scope="module")

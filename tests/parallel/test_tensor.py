@@ -25,7 +25,7 @@ from tests.workers import Workers
 WITHOUT = "parallel.tensor_parallel_size=1"
 TWO = "parallel.tensor_parallel_size=2"
 FOUR = "parallel.tensor_parallel_size=4"
-UNTIED = "model.tie_word_embeddings=false"
+UNTIED = "model.overrides.tie_word_embeddings=false"
 
 
 def assert_equal(split: list[StepMetrics], alone: list[StepMetrics]) -> None:
@@ -39,9 +39,9 @@ def assert_equal(split: list[StepMetrics], alone: list[StepMetrics]) -> None:
 
 ODD = [
     "model.vocab_size=271",
-    "model.intermediate_size=67",
-    "model.hidden_size=37",
-    "model.num_key_value_heads=4",
+    "model.overrides.intermediate_size=67",
+    "model.overrides.hidden_size=37",
+    "model.overrides.num_key_value_heads=4",
 ]
 """Only the heads are divisible by the tensor ranks; no other size is, nor a tensor rank's part by
 the domain."""

@@ -11,7 +11,7 @@ import yaml
 
 from longctx.cli import COMMANDS, _module, main
 from longctx.config import load
-from longctx.config.reading import SETTINGS
+from longctx.config.names import SETTINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text("utf-8")
 ROWS = [

@@ -19,7 +19,7 @@ import figures
 import longctx
 from longctx import cli
 from longctx.config import ConfigError
-from longctx.config.reading import SETTINGS
+from longctx.config.names import FIELDS, SETTINGS
 from tests import launched
 from tests.training_cases import make_store
 
@@ -150,7 +150,7 @@ def test_every_mention_of_a_command_exists() -> None:
             options = re.findall(
                 r"(?<=\s)--[a-zA-Z_]+(?:[\w-]|\.\w)*", rest.partition("torchrun")[0]
             )
-            settings = {option for option in options if option[2:].replace("-", "_") in SETTINGS}
+            settings = {option for option in options if option[2:].replace("-", "_") in FIELDS}
             wrong += [
                 f"{file.name}: longctx {name} {option}"
                 for option in {*options} - settings - known[name]

@@ -116,10 +116,10 @@ def test_settings_expand_and_refuse(setting: str, home: Path) -> None:
 
 
 def test_settings_of_several_stores_expand_and_refuse(home: Path) -> None:
-    config = load(None, ["data.stores=[{path: ~/a, weight: 1}]"])
+    config = load(None, ["data.store=[{path: ~/a, weight: 1}]"])
     assert config.data.paths == [home / "home/a"]
-    with pytest.raises(ConfigError, match=r"data\.stores"):
-        load(None, ["data.stores=[{path: gs://a, weight: 1}]"])
+    with pytest.raises(ConfigError, match=r"data\.store "):
+        load(None, ["data.store=[{path: gs://a, weight: 1}]"])
 
 
 def test_files_of_settings_are_found_at_home(home: Path) -> None:

@@ -99,7 +99,12 @@ def test_a_flipped_bit_of_a_copy_is_found(
 ) -> None:
     store = make_store(tmp_path)
     said = workers.run(
-        copies, ranks, store, tmp_path / "run", ["model.num_key_value_heads=2", *settings], spoiled
+        copies,
+        ranks,
+        store,
+        tmp_path / "run",
+        ["model.overrides.num_key_value_heads=2", *settings],
+        spoiled,
     )
     for text in said:
         assert (

@@ -110,7 +110,7 @@ def test_it_is_exported_and_evaluated_like_a_run(
         "head_dim=8",
     ]
     given += [
-        *(f"--model.{size}" for size in sizes),
+        *(f"--model.overrides.{size}" for size in sizes),
         "--checkpoint.keep=null",
         "--log.tensorboard=false",
     ]

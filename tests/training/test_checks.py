@@ -26,9 +26,9 @@ BROKEN = {
     "no family": (
         [
             "checkpoint.export={run}/out",
-            "model.qkv_bias=true",
-            "model.qk_norm=true",
-            "model.num_experts=2",
+            "model.overrides.qkv_bias=true",
+            "model.overrides.qk_norm=true",
+            "model.overrides.num_experts=2",
         ],
         "no supported family of transformers has models of this shape",
     ),

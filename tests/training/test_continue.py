@@ -58,17 +58,19 @@ def mix(stores: list[Path], *weights: float) -> list[dict[str, Any]]:
 def files(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Settings of a run on short documents, then on long ones with another RoPE and mix, then on
     the first data again."""
-    short = {"max_length": 200, "stores": mix(stores, 3, 1, 1)}
+    short = {"max_length": 200, "store": mix(stores, 3, 1, 1)}
     extended = {
         "rope_theta": 50000.0,
-        "rope_scaling": "yarn",
-        "rope_factor": 4.0,
-        "rope_original_length": 200,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 200,
+        },
     }
     runs: dict[str, dict[str, Any]] = {
         "short": {"data": short, "batch": {"global_tokens": 1500, "tokens_per_rank": 300}},
         "long": {
-            "data": {"max_length": 700, "stores": mix(stores, 1, 2)},
+            "data": {"max_length": 700, "store": mix(stores, 1, 2)},
             "batch": {"global_tokens": 2500, "tokens_per_rank": 720},
             "model": extended,
             "train": {"recompute": "selective"},
@@ -259,7 +261,7 @@ def test_the_command(
         (["--continue={runs}/short", "--train.steps=2"], "has done 2 steps, but train.steps is 2"),
         (["--continue={runs}/short", "--resume"], "--resume continues the run itself"),
         (
-            ["--continue={runs}/short", "--model.num_hidden_layers=1"],
+            ["--continue={runs}/short", "--model.overrides.num_hidden_layers=1"],
             "contains another model: num_hidden_layers is 1",
         ),
         (["--continue={runs}/short", "--train.seed=5"], "seed is 5, and was"),

@@ -180,13 +180,13 @@ LENGTHENED = {
     "as it was": ([], 1052, {"rope_type": "default", "rope_theta": 1e4}),
     "base": (["model.rope_theta=50000.0"], 1052, {"rope_type": "default", "rope_theta": 5e4}),
     "factor": (
-        ["model.rope_scaling=linear", "model.rope_factor=2"],
+        ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=2"],
         1052,
         {"rope_type": "linear", "factor": 2.0},
     ),
     "adapters": (["lora.rank=4"], 1052, {"rope_type": "default", "rope_theta": 1e4}),
     "enough": (
-        ["model.rope_scaling=linear", "model.rope_factor=32"],
+        ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=32"],
         2048,
         {"rope_type": "linear", "factor": 32.0},
     ),
@@ -233,27 +233,39 @@ def test_an_export_is_as_long_as_what_was_trained(
     )
 
 
-LLAMA3 = ["model.rope_scaling=llama3", "model.rope_factor=2", "model.rope_original_length=100"]
+LLAMA3 = [
+    "model.rope_scaling.rope_type=llama3",
+    "model.rope_scaling.factor=2",
+    "model.rope_scaling.original_max_position_embeddings=100",
+]
 NEW = {
     "llama3, pipeline": (2, [*LLAMA3, "parallel.pipeline_parallel_size=2"], "LlamaForCausalLM"),
     "ntk": (
         2,
-        ["model.rope_scaling=ntk", "model.rope_factor=2", "model.tie_word_embeddings=false"],
+        [
+            "model.rope_scaling.rope_type=ntk",
+            "model.rope_scaling.factor=2",
+            "model.overrides.tie_word_embeddings=false",
+        ],
         "LlamaForCausalLM",
     ),
     "qwen3": (
         2,
-        ["model.qk_norm=true", "model.sliding_window=50", "model.full_attention_every=2"],
+        [
+            "model.overrides.qk_norm=true",
+            "model.overrides.sliding_window=50",
+            "model.overrides.full_attention_every=2",
+        ],
         "Qwen3ForCausalLM",
     ),
     "qwen2, tensor parallel": (
         2,
-        ["parallel.tensor_parallel_size=2", "model.qkv_bias=true"],
+        ["parallel.tensor_parallel_size=2", "model.overrides.qkv_bias=true"],
         "Qwen2ForCausalLM",
     ),
     "mixtral": (
         2,
-        ["model.num_experts=4", "parallel.expert_parallel_size=2"],
+        ["model.overrides.num_experts=4", "parallel.expert_parallel_size=2"],
         "MixtralForCausalLM",
     ),
 }
@@ -307,7 +319,9 @@ def test_a_shape_without_family_is_refused(
 ) -> None:
     """The end of the run says so too, instead of a command that fails."""
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]
-    printed = train(capfd, [*settings, "model.qk_norm=true", "model.qkv_bias=true"])
+    printed = train(
+        capfd, [*settings, "model.overrides.qk_norm=true", "model.overrides.qkv_bias=true"]
+    )
     assert re.search(
         r"  export       not possible: no supported family of .* \(qwen2 lacks qk_norm True\)",
         printed,

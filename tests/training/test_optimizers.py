@@ -116,7 +116,7 @@ def torch_alone(
     if matrices:
         decay = section.weight_decay
         muon = torch.optim.Muon(
-            matrices, weight_decay=decay, momentum=section.momentum, adjust_lr_fn="match_rms_adamw"
+            matrices, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
         )
         optimizers.append(muon)
     for step, rate in enumerate(RATES[:steps]):
@@ -175,14 +175,18 @@ def keys_of_moments(rows: int, columns: int, cut: int = 0) -> list[str]:
 
 def resumed_in_8_bits(store: Path, run: Path) -> None:
     """Resumes a run with moments in float32 with moments in 8 bits."""
-    settings = [*WIDE, "model.num_hidden_layers=2", "batch.tokens_per_rank=1500"]
+    settings = [*WIDE, "model.overrides.num_hidden_layers=2", "batch.tokens_per_rank=1500"]
     train_then_save(store, run, settings, 1)
     train(store, run, [*settings, "optimizer.name=adamw-8bit"], 1, resume=True)
 
 
 # --- tests
 
-EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=24"]
+EXPERTS = [
+    "model.overrides.num_experts=4",
+    "model.overrides.num_experts_per_tok=2",
+    "model.overrides.moe_intermediate_size=24",
+]
 SPLITS = {
     "1 rank": (1, []),
     "3 ranks": (3, []),
@@ -200,20 +204,20 @@ SPLITS = {
 QUICK = ("tensor and domain", "pipeline", "expert and tensor parallel")
 """Of splits with Muon: `tests.parity` has AdamW under every split."""
 WIDE = [
-    "model.hidden_size=512",
-    "model.intermediate_size=512",
-    "model.head_dim=128",
-    "model.num_key_value_heads=4",
+    "model.overrides.hidden_size=512",
+    "model.overrides.intermediate_size=512",
+    "model.overrides.head_dim=128",
+    "model.overrides.num_key_value_heads=4",
 ]
 WIDE += ["batch.global_tokens=1500"]
-EIGHT_BIT = ["optimizer.name=adamw-8bit", *WIDE, "model.num_hidden_layers=2"]
+EIGHT_BIT = ["optimizer.name=adamw-8bit", *WIDE, "model.overrides.num_hidden_layers=2"]
 """Rows of whole blocks, also on two tensor ranks."""
 RAGGED = [
     *EIGHT_BIT,
-    "model.hidden_size=264",
-    "model.intermediate_size=300",
-    "model.head_dim=20",
-    "model.num_experts=0",
+    "model.overrides.hidden_size=264",
+    "model.overrides.intermediate_size=300",
+    "model.overrides.head_dim=20",
+    "model.overrides.num_experts=0",
 ]
 """Rows of 264, 300 and 80 numbers: none of whole blocks, and no shard of three ranks."""
 
@@ -234,7 +238,7 @@ def test_8_bit_weights_are_those_of_torchao_alone(
     workers: Workers, store: Path, tmp_path: Path, split: str
 ) -> None:
     ranks, settings = SPLITS[split]
-    wide = ["model.moe_intermediate_size=256"] if "expert" in split else []
+    wide = ["model.overrides.moe_intermediate_size=256"] if "expert" in split else []
     assert (
         max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *EIGHT_BIT, *wide], 2))
         < 1e-6
@@ -476,7 +480,7 @@ def test_schedules_follow_their_formulas(schedule: str, expected: list[float]) -
     more = {"decay_share": 0.4} if schedule == "wsd" else {}
     every = rates(warmup_steps=2, schedule=schedule, **more)
     assert every == pytest.approx([2.0 * factor for factor in [0.5, 1.0, *expected]])
-    assert every == rates(warmup_steps=7, warmup_ratio=0.2, schedule=schedule, **more)
+    assert every == rates(warmup_steps=0.2, schedule=schedule, **more)
 
 
 def test_where_decay_begins_and_ends() -> None:

@@ -26,14 +26,14 @@ from tests.workers import Workers
 RECORD = Path(__file__).parents[1] / "recorded_run"
 SETTINGS = [
     *(
-        "model.hidden_size=8",
-        "model.intermediate_size=12",
-        "model.num_attention_heads=2",
-        "model.num_key_value_heads=1",
+        "model.overrides.hidden_size=8",
+        "model.overrides.intermediate_size=12",
+        "model.overrides.num_attention_heads=2",
+        "model.overrides.num_key_value_heads=1",
     ),
     *(
-        "model.head_dim=4",
-        "model.num_hidden_layers=1",
+        "model.overrides.head_dim=4",
+        "model.overrides.num_hidden_layers=1",
         "batch.tokens_per_rank=500",
         "batch.global_tokens=900",
         "data.max_length=500",

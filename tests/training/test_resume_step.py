@@ -42,7 +42,12 @@ def test_it_repeats_what_the_run_did(
     assert (
         "no complete checkpoint of that step: it has those of steps 2, 4" in capfd.readouterr().err
     )
-    assert main(["train", "--resume", "2", *given(shorts, run, "model.intermediate_size=32")]) == 2
+    assert (
+        main(
+            ["train", "--resume", "2", *given(shorts, run, "model.overrides.intermediate_size=32")]
+        )
+        == 2
+    )
     assert "another model" in capfd.readouterr().err and checkpoint.steps(run) == [2, 4], (
         "a refused run moves nothing"
     )

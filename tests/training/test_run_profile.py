@@ -103,7 +103,7 @@ def test_every_constant_is_scaled_by_what_it_grows_with() -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     found = of(
         [
-            *(f"model.{name}={value}" for name, value in (sizes | heads).items()),
+            *(f"model.overrides.{name}={value}" for name, value in (sizes | heads).items()),
             "model.vocab_size=257",
             "train.device=cpu",
         ]
@@ -306,7 +306,7 @@ def test_profiles_that_contradict_their_model_are_refused(
 def test_scaling_is_reported() -> None:
     same, smaller = (
         run_profile(load(None, [*TINY, *more]), 1, 4096).lines
-        for more in ([], ["model.num_hidden_layers=1"])
+        for more in ([], ["model.overrides.num_hidden_layers=1"])
     )
     assert same == (
         "profile cpu-2core (0.918M parameters in float32 on AMD EPYC): used unscaled for this run",

@@ -283,7 +283,11 @@ def test_the_budget_for_the_documents_of_a_checkpoint_is_the_least(
     world_size: int, context: dict[str, Any], longest: int | None
 ) -> None:
     config = Config.model_validate(
-        {"batch": {"tokens_per_rank": 2000, "pad_to_multiple_of": 4}, "context": context}
+        {
+            "batch": {"tokens_per_rank": 2000},
+            "train": {"float8": "rowwise"},
+            "context": context,
+        }
     )
     found = Checkpoint(Path("step-000001"), {"data": {"max_length": 32768}}, {})
     wanted = longest or 32768
@@ -295,7 +299,7 @@ def test_the_budget_for_the_documents_of_a_checkpoint_is_the_least(
     with pytest.raises(ConfigError, match="can hold only") as caught:
         choose_max_length(config, world_size, found, longest)
     least = int(re.search(r"set it to (\d+), or", str(caught.value))[1])
-    assert capacity(least - 4) < wanted <= capacity(least) and least % 4 == 0
+    assert capacity(least - 16) < wanted <= capacity(least) and least % 16 == 0
     bins = config.model_copy(
         update={"context": config.context.model_copy(update={"mode": "bins", "bins": {4000: 2}})}
     )
@@ -393,8 +397,8 @@ def test_documents_of_a_step_that_is_not_finite_are_named(count: int, named: str
         ["parallel.pipeline_parallel_size=2"],
         [
             "model.preset=tiny-moe",
-            "model.moe_intermediate_size=32",
-            "model.shared_expert_intermediate_size=32",
+            "model.overrides.moe_intermediate_size=32",
+            "model.overrides.shared_expert_intermediate_size=32",
         ],
     ],
 )
@@ -685,8 +689,8 @@ def test_dry_run(
         capsys, *arguments, "--gpus", "4", "--context.ulysses_degree=3"
     )
     wide = [
-        "--model.num_attention_heads=32",
-        "--model.num_key_value_heads=32",
+        "--model.overrides.num_attention_heads=32",
+        "--model.overrides.num_key_value_heads=32",
         "--parallel.tensor_parallel_size=32",
     ]
     assert "set it to 16, or model.vocab_size to 288" in refusal(

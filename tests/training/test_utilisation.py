@@ -19,7 +19,7 @@ from longctx.model.presets import PRESETS
 from longctx.parallel.recompute import apply_recompute
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
-from longctx.training.metrics import StepMetrics, model_flops, peak_flops
+from longctx.training.metrics import StepMetrics, device_peak, model_flops, peak_flops
 from longctx.training.trace import Tracer, parse_steps
 from tests.training_cases import start
 from tests.workers import Workers
@@ -100,7 +100,15 @@ def test_peaks_by_name() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
     assert peak_flops("NVIDIA GB200", "bfloat16") == 2500e12
     assert peak_flops("some other device", "bfloat16") is None
+    assert device_peak(torch.device("cpu"), "bfloat16") is None
     assert peak_flops("NVIDIA RTX A1000", "bfloat16") is None, "no A100"
+
+
+def two_steps_at_known_peak(store: Path, run: Path, peak: float) -> list[object]:
+    """Metrics of two steps on devices of so many FLOP/s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longctx.training.trainer.device_peak", lambda device, dtype: peak)
+        return two_steps(store, run, [])
 
 
 def two_steps(
@@ -177,7 +185,7 @@ def test_utilisation_and_times_of_a_step(workers: Workers, shorts: Path, tmp_pat
         "head_dim": 8,
     }
     spec = PRESETS["tiny"].model_copy(update={"vocab_size": 257, **sizes}).spec
-    for step in workers.run(two_steps, 2, shorts, tmp_path, ["train.peak_flops=1e10"])[0]:
+    for step in workers.run(two_steps_at_known_peak, 2, shorts, tmp_path, 1e10)[0]:
         least = model_flops(spec, [step.tokens // step.documents] * step.documents) / (
             2 * 1e10 * step.step_time_s
         )

@@ -55,7 +55,7 @@ SPLITS = {
         ["parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2"],
     ),
 }
-LAYERS = "model.num_hidden_layers=4"
+LAYERS = "model.overrides.num_hidden_layers=4"
 
 
 Rows = list[dict[str, object]]

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import itertools
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from longctx.config.removed import RUN_HEADER
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import ENDS
 from longctx.training.saved import checkpoint
@@ -104,9 +104,7 @@ def _refuse_foreign(folder: Path) -> None:
     model = model_folder(folder)
     best = folder / BEST
     foreign = []
-    if settings.is_file() and not re.match(
-        r"# \d+ ranks: ", settings.read_text("utf-8", errors="replace")
-    ):
+    if settings.is_file() and not RUN_HEADER.match(settings.read_text("utf-8", errors="replace")):
         foreign.append(settings)
     if os.path.lexists(model) and not (model / ENDS).is_file():
         foreign.append(model)
