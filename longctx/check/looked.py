@@ -161,7 +161,8 @@ def cross_entropies(
     columns = columns * inner
     weights = (slopes * columns).sum(1) / (columns * columns).sum(1)
     left = (slopes - weights[:, None] * columns).norm(dim=1) / sizes.clamp_min(1e-300)
-    silent = ~(sizes > 1e-9 * sizes.max())
+    smallest = 1e-9 * float(sizes.max())
+    silent = sizes <= smallest
     weights = weights.masked_fill(silent, 0.0)
     left = left.masked_fill(silent, 0.0)
     off = ~(left <= OBJECTIVE)
