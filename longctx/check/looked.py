@@ -204,8 +204,12 @@ def _projected(slopes: torch.Tensor, columns: Listed[torch.Tensor]) -> torch.Ten
     return projected
 
 
+CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Names in configs of what `final_logits` does; of no others."""
+
+
 def final_logits(output: torch.Tensor, config: Any) -> torch.Tensor:
-    """Returns logits as models of transformers make them from what the output layer returns: a
+    """Returns logits as most models of transformers make them from what the output layer returns: a
     scale, then a cap."""
     scale = getattr(config, "logit_scale", None)
     if scale:

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from longctx.check.contexts import Sequence
-from longctx.check.looked import Parts, keep_parts, of_tokens
+from longctx.check.looked import CHANGES, Parts, final_logits, keep_parts, of_tokens
 from longctx.check.record import CheckError, Record, Tensors
 
 
@@ -92,11 +92,10 @@ class Reference:
             self.output: str | None = own[0]
         else:
             self.output = None
-        changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
         plain = (
             self.output
             and self.head.bias is None
-            and not any(getattr(self.config, name, None) for name in changes)
+            and not any(getattr(self.config, name, None) for name in CHANGES)
         )
         self.matrix: torch.Tensor | None = self.head.weight.detach() if plain else None
         """W [V, H], if the output layer has a gradient of its own, and logits are W h and nothing
@@ -163,6 +162,19 @@ class Reference:
             hook.remove()
         (slopes,) = torch.autograd.grad(logits.sum(), kept[1])
         return logits.detach(), slopes[0], kept[0]
+
+    def changes_logits_otherwise(self) -> bool:
+        """Returns whether logits are not what `final_logits` makes of the output layer's: then its
+        slopes cannot be compared with those of cross-entropy."""
+        kept: list[torch.Tensor] = []
+        hook = self.head.register_forward_hook(lambda _, inputs, output: kept.append(output))
+        try:
+            with torch.no_grad():
+                logits = self.logits(Sequence((0, 1), (0, 1)))
+        finally:
+            hook.remove()
+        expected = final_logits(kept[0][0], self.config)
+        return not float((logits - expected).norm()) <= 1e-9 * float(logits.norm())
 
     def states(self, sequence: Sequence) -> torch.Tensor:
         """Returns what the output layer gets [tokens, H]."""

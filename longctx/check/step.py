@@ -166,7 +166,7 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
     with torch.random.fork_rng(devices=[]):
         reference = Reference(record)
         candidates = contexts(record, reference.window is not None)
-        if record.looked is not None:
+        if record.looked is not None and not reference.changes_logits_otherwise():
             fit = fit_shown(record, record.looked, reference=reference, candidates=candidates)
             alike = fit.shown.alike if fit.shown is not None else []
         else:

@@ -304,12 +304,22 @@ MEANS: dict[str, Callable[[Facts, int], object]] = {
 
 
 def kinds() -> list[str]:
-    """Returns the kinds of all faults that have a name."""
+    """Returns the kinds of all faults, also of the one without a name."""
     of_documents = (MISSING, SAME_DATA, REPEATED, FILLED)
     several = (NOT_FINITE, NO_GRADIENT, APART_RANKS, HIDDEN, WEIGHTS)
     of_numbers = (SCALE, OBJECTIVE_OTHER, CHANGED, BACKWARD_WRONG, LOGGED_LOSS, LOGGED_NORM)
     by_groups = [words.format(name) for words in (MEAN_OF_MEANS, WEIGHTS_BY) for name in MEANS]
-    return [*several, *of_documents, *of_numbers, *by_groups, *CONTEXTS, *PLACES, *EXTRA, *LOST]
+    return [
+        UNEXPLAINED,
+        *several,
+        *of_documents,
+        *of_numbers,
+        *by_groups,
+        *CONTEXTS,
+        *PLACES,
+        *EXTRA,
+        *LOST,
+    ]
 
 
 def words_before_colon(kind: str) -> str:

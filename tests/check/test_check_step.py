@@ -479,6 +479,26 @@ def test_weights_with_other_signs_are_told() -> None:
     assert str(finding) == "weights differ by micro-batches: 1, -1, 1, 1 times 1/N"
 
 
+def test_logits_that_are_made_in_another_way_are_no_other_objective() -> None:
+    """As by a multiplier of a family of its own: its loss is then inferred from gradients."""
+
+    def doubled(model: Any, inputs: Any, output: Any) -> Any:
+        output.logits = 2 * output.logits
+        return output
+
+    def make(probe: Probe) -> Step:
+        step = by_hand(probe, freeze=lambda model: model.register_forward_hook(doubled))
+        step.reference.register_forward_hook(doubled)
+        return step
+
+    reference = Reference(gather(make(SHORT), Tokens(SHORT)))
+    assert reference.changes_logits_otherwise()
+    (verdict,) = check_step(make, [SHORT]).verdicts
+    assert OBJECTIVE_OTHER not in {finding.kind for finding in verdict.findings}
+    as_usual = Reference(gather(by_hand(SHORT), Tokens(SHORT)))
+    assert not as_usual.changes_logits_otherwise()
+
+
 def test_what_float32_leaves_of_a_right_step() -> None:
     """Far less than limits allow."""
     record = gather(by_hand(SHORT), Tokens(SHORT))
