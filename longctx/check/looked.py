@@ -85,7 +85,7 @@ class Looked(NamedTuple):
         weights: of its cross-entropy.
         left: what is left of ∂loss/∂logits without it, relative to all of it.
         beside: terms that some tokens' objectives have beside it, by their names.
-        gradients: of the output layer, as its calls give it, by call [V, H].
+        slopes: ∂loss/∂logits [tokens, V].
         parts: outputs of the parts of layers [tokens, width].
     """
 
@@ -94,36 +94,28 @@ class Looked(NamedTuple):
     weights: list[float]
     left: list[float]
     beside: list[str]
-    gradients: list[torch.Tensor]
+    slopes: torch.Tensor
     parts: dict[str, torch.Tensor]
 
 
-def look(
-    outputs: Listed[Output], parts: Parts, *, lengths: Listed[int], config: Any
-) -> Looked | None:
-    """Returns what outputs show, with a gradient for each call of the model, which had so many
-    tokens; None where outputs are not those of all tokens in order, or tensors are not plain."""
-    tokens = sum(lengths)
+def look(outputs: Listed[Output], parts: Parts, *, tokens: int, config: Any) -> Looked | None:
+    """Returns what outputs show; None where they are not those of all tokens in order, or tensors
+    are not plain."""
     if not outputs or any(not _is_plain(output) for output in outputs):
         return None
     states = torch.cat([output.states.flatten(0, -2) for output in outputs]).double().cpu()
     logits = torch.cat([output.logits.flatten(0, -2) for output in outputs]).double().cpu()
-    slopes = torch.cat(
-        [_slopes_of(output).flatten(0, -2) for output in outputs],
-    )
-    slopes = slopes.double().cpu()
+    slopes = torch.cat([_slopes_of(output).flatten(0, -2) for output in outputs]).double().cpu()
     if len(states) != tokens:
         return None
     targets, weights, left, beside = cross_entropies(logits, slopes, config)
-    by_call = zip(slopes.split(list(lengths)), states.split(list(lengths)), strict=True)
-    gradients = [slope.T @ state for slope, state in by_call]
     return Looked(
         states,
         targets.tolist(),
         weights=weights.tolist(),
         left=left.tolist(),
         beside=beside,
-        gradients=gradients,
+        slopes=slopes,
         parts=of_tokens(parts, tokens),
     )
 

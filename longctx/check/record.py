@@ -300,9 +300,9 @@ def gather(step: Step, tokens: Tokens) -> Record:
     calls = _called(step, tokens, rank)
     batches = [row for call, ids in enumerate(step.rows) for row in _rows(tokens, rank, call, ids)]
     gradients = {name: value.double().cpu() for name, value in step.gradients.items()}
-    lengths = [ids.numel() for ids in step.calls]
+    count = sum(ids.numel() for ids in step.calls)
     config = getattr(step.reference, "config", None)
-    looked = look(step.outputs, step.parts, lengths=lengths, config=config)
+    looked = look(step.outputs, step.parts, tokens=count, config=config)
     mine = (gradients, calls, batches, step.loss, step.grad_norm, looked)
     everyones = _of_all_ranks(mine)
     of_ranks, all_calls, all_batches, losses, norms, all_looked = zip(*everyones, strict=True)

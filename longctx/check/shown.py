@@ -6,12 +6,13 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from longctx.check.contexts import APART, Context, Sequence
 from longctx.check.fit import Fit, Pair, Shown
 from longctx.check.looked import OBJECTIVE, Looked
 from longctx.check.record import Record
-from longctx.check.reference import Prediction, Reference
+from longctx.check.reference import Columns, Prediction, Reference
 
 AFTER = 1e-5
 """Most that may be left of the output layer's gradient without what backward gave it: float32
@@ -48,7 +49,7 @@ def fit_shown(
     """Returns the fit of a step by what its ranks' output layers showed; the first context is the
     right one."""
     seen = Seen(record, looked, reference=reference, candidates=candidates)
-    factors, after = _factors(record, looked, reference)
+    factors, after = _factors(seen.tokens, looked, record=record, reference=reference)
     weights, unknown = seen.weights(factors)
     scaled = after is not None
     if not scaled and not unknown:
@@ -250,7 +251,7 @@ def _places(
 
 
 def _factors(
-    record: Record, looked: list[Looked], reference: Reference
+    tokens: list[Token], looked: list[Looked], *, record: Record, reference: Reference
 ) -> tuple[dict[tuple[int, int], float], float | None]:
     """Returns by what the gradient of each rank's calls was multiplied after backward, and what is
     left of the output layer's gradient without them, relative to it.
@@ -258,29 +259,28 @@ def _factors(
     One factor for all is tried first, then one for each rank, then one for each call. Where the
     output layer has no gradient of its own, nothing is known: factors are 1, and None is left.
     """
-    calls = {
-        (rank, call): gradient
-        for rank, each in enumerate(looked)
-        for call, gradient in enumerate(each.gradients)
-    }
+    calls = [(token.rank, token.call) for token in tokens]
     if reference.output is None:
         return dict.fromkeys(calls, 1.0), None
     wanted = record.gradients[reference.output]
     size = max(float(wanted.norm()), 1e-300)
-    ways: list[dict[tuple[int, int], int]] = [
-        dict.fromkeys(calls, 0),
-        {(rank, call): rank for rank, call in calls},
-        {call: number for number, call in enumerate(calls)},
-    ]
+    slopes = torch.cat([each.slopes for each in looked])
+    states = torch.cat([each.states for each in looked])
+    columns = Columns(slopes, states)
+    gram = (slopes @ slopes.T) * (states @ states.T)
+    projected = ((slopes @ wanted) * states).sum(1)
+    one_for_all = [0 for _ in calls]
+    by_rank = [rank for rank, _ in calls]
+    number_of = {call: number for number, call in enumerate(dict.fromkeys(calls))}
+    by_call = [number_of[call] for call in calls]
     fits = []
-    for way in ways:
-        columns = [torch.zeros_like(wanted) for _ in range(1 + max(way.values()))]
-        for call, column in way.items():
-            columns[column] += calls[call]
-        basis = torch.stack([column.flatten() for column in columns], dim=1)
-        solved = torch.linalg.lstsq(basis, wanted.flatten()[:, None], driver="gelsd").solution
-        left = float((wanted.flatten() - (basis @ solved)[:, 0]).norm()) / size
-        factors = {call: float(solved[column]) for call, column in way.items()}
+    for groups in (one_for_all, by_rank, by_call):
+        members = F.one_hot(torch.tensor(groups)).double()
+        grams = members.T @ gram @ members
+        solved = torch.linalg.pinv(grams, hermitian=True) @ (members.T @ projected)
+        weights = members @ solved
+        left = float((wanted - columns.sum(weights)).norm()) / size
+        factors = dict(zip(calls, weights.tolist(), strict=True))
         if left <= AFTER:
             return factors, left
         fits.append((factors, left))
