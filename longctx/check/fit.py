@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from longctx.check.contexts import APART, Context, Sequence
-from longctx.check.probe import END
-from longctx.check.record import Record
-from longctx.check.reference import Columns, Prediction, Reference
+from .contexts import APART, Context, Sequence
+from .probe import END
+from .record import Record
+from .reference import Columns, Prediction, Reference
 
 EXACT, NEAR = 1e-4, 2e-2
 """Largest residual relative to the gradient: of a true context, where float32 leaves about 1e-6, a

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from longctx.check.contexts import Sequence
-from longctx.check.fit import EXACT
-from longctx.check.record import Record
-from longctx.check.reference import Reference
+from .contexts import Sequence
+from .fit import EXACT
+from .record import Record
+from .reference import Reference
 
 CAPS = {
     "attn_logit_softcapping": "the cap of attention scores",

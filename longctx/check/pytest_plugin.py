@@ -59,7 +59,8 @@ def _wrong(
     """Returns what is wrong with the step, or why it is refused."""
     if processes == 1:
         from longctx.check import check_step
-        from longctx.check.probe import named
+
+        from .probe import named
 
         given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
         try:

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from longctx.check.looked import Looked, Output, Parts, keep_parts, look
-from longctx.check.probe import END, PAD, Tokens
 from longctx.errors import UserError
 from longctx.units import largest
+
+from .looked import Looked, Output, Parts, keep_parts, look
+from .probe import END, PAD, Tokens
 
 Tensors = dict[str, torch.Tensor]
 FEWEST_NEIGHBOURS = 16

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.nn import functional as F
 
-from longctx.check.contexts import Sequence
-from longctx.check.looked import CHANGES, Parts, final_logits, keep_parts, of_tokens
-from longctx.check.record import CheckError, Record, Tensors
+from .contexts import Sequence
+from .looked import CHANGES, Parts, final_logits, keep_parts, of_tokens
+from .record import CheckError, Record, Tensors
 
 
 class Prediction(NamedTuple):

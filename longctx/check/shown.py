@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from longctx.check.contexts import APART, Context, Sequence
-from longctx.check.fit import Fit, Pair, Shown
-from longctx.check.looked import OBJECTIVE, Looked
-from longctx.check.record import Record
-from longctx.check.reference import Columns, Prediction, Reference
+from .contexts import APART, Context, Sequence
+from .fit import Fit, Pair, Shown
+from .looked import OBJECTIVE, Looked
+from .record import Record
+from .reference import Columns, Prediction, Reference
 
 AFTER = 1e-5
 """Most that may be left of the output layer's gradient without what backward gave it: float32

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from longctx.check.contexts import contexts
-from longctx.check.fit import Fitter
-from longctx.check.not_tested import lines as lines_of_untested
-from longctx.check.not_tested import not_tested
-from longctx.check.probe import PROBES, Probe, Tokens
-from longctx.check.record import CheckError, Step, gather
-from longctx.check.reference import Reference
-from longctx.check.shown import fit_shown
-from longctx.check.verdict import (
+from .contexts import contexts
+from .fit import Fitter
+from .not_tested import lines as lines_of_untested
+from .not_tested import not_tested
+from .probe import PROBES, Probe, Tokens
+from .record import CheckError, Step, gather
+from .reference import Reference
+from .shown import fit_shown
+from .verdict import (
     CHOICES,
     UNEXPLAINED,
     Facts,
@@ -146,7 +146,7 @@ def _step(made: Any, probe: Probe) -> Step:
         raise CheckError(
             f"make returned {type(made).__name__}: return a transformers.Trainer, or a Step"
         )
-    from longctx.check.trainer import step_of
+    from .trainer import step_of
 
     return step_of(made, probe)
 

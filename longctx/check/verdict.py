@@ -14,15 +14,16 @@ from math import isfinite
 
 import torch
 
-from longctx.check.contexts import APART, Sequence
-from longctx.check.contexts import FAULTS as CONTEXTS
-from longctx.check.fit import EXACT, NEAR, Fit, Pair, Shown
-from longctx.check.probe import END, PAD
-from longctx.check.record import Record, Tensors
-from longctx.check.reference import Prediction, Reference
-from longctx.check.shown import AFTER
 from longctx.errors import UserError
 from longctx.units import largest
+
+from .contexts import APART, Sequence
+from .contexts import FAULTS as CONTEXTS
+from .fit import EXACT, NEAR, Fit, Pair, Shown
+from .probe import END, PAD
+from .record import Record, Tensors
+from .reference import Prediction, Reference
+from .shown import AFTER
 
 SAME = 2e-3
 """Largest difference of weights, relative to 1/N, that counts as none."""
