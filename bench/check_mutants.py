@@ -3,15 +3,17 @@ right ones that look odd:
 
 python -m bench.check_mutants                                               # one process
 torchrun --standalone --nproc-per-node 2 -m bench.check_mutants             # two
+python -m bench.check_mutants --dtype bfloat16                              # of weights
 
 Each row of `MUTANTS` has words that a right name of its fault has; none: the set-up is right.
 Writes bench/results/check_mutants.md.
 """
 
+import argparse
 import re
-import sys
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from transformers.utils import logging
@@ -50,9 +52,11 @@ def judged(kinds: list[str], unnamed: bool, words: str) -> str:
     )
 
 
-def write(found: dict[str, str]) -> None:
+def write(found: dict[str, str], dtype: str) -> None:
     """Puts rows into the results, in place of those of the same set-ups."""
     title = f"## {ranks()} process{'es' * (ranks() > 1)}"
+    if dtype != "float32":
+        title += f", {dtype}"
     parts = (
         {
             part.splitlines()[0]: part
@@ -84,9 +88,14 @@ def write(found: dict[str, str]) -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pattern", nargs="?", default="", help="of names of set-ups")
+    parser.add_argument("--dtype", default="float32", help="of weights")
+    arguments = parser.parse_args()
     asked = PROBES[:4] if ranks() == 1 else (*PROBES[:2], PROBES[4])
+    asked = tuple(replace(probe, dtype=arguments.dtype) for probe in asked)
     for name, (make, fault, processes, words) in MUTANTS.items():
-        if processes != ranks() or not re.search(sys.argv[1] if len(sys.argv) > 1 else "", name):
+        if processes != ranks() or not re.search(arguments.pattern, name):
             continue
         try:
             report = check_step(make, asked)
@@ -99,7 +108,7 @@ def main() -> None:
         row = f"| {name} | {fault or '-'} | {'; '.join(kinds) or 'right'} | {became} |"
         if rank() == 0:
             print(row, flush=True)
-            write({name: row})
+            write({name: row}, arguments.dtype)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,6 @@ from .probe import END
 from .record import Record
 from .reference import Columns, Prediction, Reference
 
-EXACT, NEAR = 1e-4, 2e-2
-"""Largest residual relative to the gradient: of a true context, where float32 leaves about 1e-6, a
-wrong one 1e-2 and more; and where hidden states are unknown."""
-SAME_STATE = 1e-4
-"""Largest relative difference of two hidden states that are the same."""
 Pair = tuple[int, int]
 """Number of a token (-1: padding, or what no context has), and the id that it predicts."""
 
@@ -57,6 +52,7 @@ class Fit:
         unknown: weights of predictions by hidden states that no context has.
         residual: norm of what is left of the gradient, relative to it.
         tolerance: largest residual that rounding explains, or what is unknown.
+        roughly: whether some hidden states are unknown, so that weights are not exact.
         shown: what the output layer showed, if it did: then nothing is inferred.
     """
 
@@ -64,7 +60,8 @@ class Fit:
     weights: dict[Prediction, float]
     unknown: dict[Pair, float]
     residual: float
-    tolerance: float = EXACT
+    tolerance: float
+    roughly: bool = False
     shown: Shown | None = None
 
     @property
@@ -99,7 +96,7 @@ class Fit:
         )
         return (
             not self.unknown
-            and self.tolerance == EXACT
+            and not self.roughly
             and of_padding < 1e-3 * max(map(abs, pairs.values()))
         )
 
@@ -113,6 +110,7 @@ class Fitter:
         self.reference = reference
         self.candidates = candidates
         self.gradient = reference.of(record.gradients)
+        self.tolerances = record.tolerances
         self.documents = range(len(tokens.probe.lengths))
         # Ids after each token, in its document or in a row.
         self.following = defaultdict[int, dict[int, None]](dict)
@@ -156,7 +154,13 @@ class Fitter:
         predictions, columns = self.columns(context)
         left, weights = columns.solve(self.gradient)
         found = dict(zip(predictions, weights.tolist(), strict=True))
-        return Fit(dict.fromkeys(self.documents, context), found, {}, self.relative(left))
+        return Fit(
+            dict.fromkeys(self.documents, context),
+            found,
+            unknown={},
+            residual=self.relative(left),
+            tolerance=self.tolerances.residual,
+        )
 
     def relative(self, left: torch.Tensor) -> float:
         return float(left.norm() / self.gradient.norm().clamp_min(1e-300))
@@ -219,7 +223,8 @@ class Reading:
         ids = [token for token in given if token not in shared]
         contexts = dict.fromkeys(self.fitter.documents, self.nearest)
         as_one = END in ids  # which is not exact
-        for tolerance in (100 * SAME_STATE, 50 * SAME_STATE if as_one else SAME_STATE):
+        same = self.fitter.tolerances.direction
+        for tolerance in (100 * same, 50 * same if as_one else same):
             # The second time, the ends of documents have the contexts of their documents.
             known = self._known(contexts, shared)
             columns = self.fitter.reference.columns(known)
@@ -239,13 +244,18 @@ class Reading:
         if as_one:
             weights = {each: weight for each, weight in weights.items() if each.target != END}
             unknown.pop((-1, END), None)
-        tolerance = NEAR if unknown or as_one else EXACT
+        roughly = bool(unknown) or as_one
+        if roughly:
+            tolerance = self.fitter.tolerances.residual_of_unknown
+        else:
+            tolerance = self.fitter.tolerances.residual
         return Fit(
             contexts,
             weights,
             unknown=unknown,
             residual=self.fitter.relative(left),
             tolerance=tolerance,
+            roughly=roughly,
         )
 
     def _known(self, contexts: Mapping[int, Context], shared: frozenset[int]) -> list[Prediction]:

@@ -23,9 +23,6 @@ Parts = dict[str, list[torch.Tensor]]
 width]."""
 PART = re.compile(r"\.\d+\.\w+$")
 """How names of parts end: in a list of layers, one of a layer's own modules."""
-OBJECTIVE = 1e-5
-"""Most that may be left of ∂loss/∂logits without cross-entropy: float32 leaves 4e-8, a z-loss of
-1e-4 leaves 7e-5."""
 
 
 @dataclass
@@ -98,9 +95,11 @@ class Looked(NamedTuple):
     parts: dict[str, torch.Tensor]
 
 
-def look(outputs: Listed[Output], parts: Parts, *, tokens: int, config: Any) -> Looked | None:
+def look(
+    outputs: Listed[Output], parts: Parts, *, tokens: int, config: Any, limit: float
+) -> Looked | None:
     """Returns what outputs show; None where they are not those of all tokens in order, or tensors
-    are not plain."""
+    are not plain. `limit`: most that may be left of ∂loss/∂logits without cross-entropy."""
     if not outputs or any(not _is_plain(output) for output in outputs):
         return None
     states = torch.cat([output.states.flatten(0, -2) for output in outputs]).double().cpu()
@@ -108,7 +107,7 @@ def look(outputs: Listed[Output], parts: Parts, *, tokens: int, config: Any) -> 
     slopes = torch.cat([_slopes_of(output).flatten(0, -2) for output in outputs]).double().cpu()
     if len(states) != tokens:
         return None
-    targets, weights, left, beside = cross_entropies(logits, slopes, config)
+    targets, weights, left, beside = cross_entropies(logits, slopes, config=config, limit=limit)
     return Looked(
         states,
         targets.tolist(),
@@ -135,7 +134,7 @@ def _slopes_of(output: Output) -> torch.Tensor:
 
 
 def cross_entropies(
-    logits: torch.Tensor, slopes: torch.Tensor, config: Any
+    logits: torch.Tensor, slopes: torch.Tensor, *, config: Any, limit: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[str]]:
     """Returns target, weight and what is left of each token [tokens], of what the output layer
     returned and ∂loss/∂ of that [tokens, V], and the names of terms that explain what is left."""
@@ -157,13 +156,24 @@ def cross_entropies(
     silent = sizes <= smallest
     weights = weights.masked_fill(silent, 0.0)
     left = left.masked_fill(silent, 0.0)
-    off = ~(left <= OBJECTIVE)
-    beside = _beside(slopes[off], columns[off], likely=likely[off], logits=final.detach()[off])
+    off = ~(left <= limit)
+    beside = _beside(
+        slopes[off],
+        columns[off],
+        likely=likely[off],
+        logits=final.detach()[off],
+        limit=limit,
+    )
     return targets, weights, left, beside
 
 
 def _beside(
-    slopes: torch.Tensor, columns: torch.Tensor, likely: torch.Tensor, logits: torch.Tensor
+    slopes: torch.Tensor,
+    columns: torch.Tensor,
+    *,
+    likely: torch.Tensor,
+    logits: torch.Tensor,
+    limit: float,
 ) -> list[str]:
     """Returns the names of terms each of which, beside cross-entropy, explains the slopes of all
     these tokens: several where logits are nearly alike."""
@@ -183,7 +193,7 @@ def _beside(
     found = []
     for name, term in terms.items():
         rest = (slopes - _projected(slopes, [columns, term])).norm(dim=1)
-        if bool((rest <= OBJECTIVE * sizes).all()):
+        if bool((rest <= limit * sizes).all()):
             found.append(name)
     return found
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from .contexts import Sequence
-from .fit import EXACT
 from .record import Record
 from .reference import Reference
+from .tolerances import FLOAT32, NAMES
 
 CAPS = {
     "attn_logit_softcapping": "the cap of attention scores",
@@ -23,6 +23,14 @@ def not_tested(record: Record, reference: Reference) -> dict[str, str]:
     found = {}
     if record.ranks == 1:
         found["several processes"] = "this was one (--processes 2)"
+    limits = record.tolerances
+    if limits.states > FLOAT32.states:
+        found[f"hidden states that are off by less than {limits.states:.1%}"] = (
+            f"{NAMES[record.dtype]} rounds as much in this model"
+        )
+        found[f"scales that are off by less than {limits.weights:.1%}"] = (
+            f"{NAMES[record.dtype]} rounds"
+        )
     longest = max(record.tokens.probe.lengths[document] for document in record.documents)
     if reference.window is not None and reference.window >= longest:
         found[f"windows of {reference.window} tokens"] = (
@@ -58,7 +66,7 @@ def _changes(reference: Reference, record: Record, without: str) -> bool:
         with _set_to_none(reference, without):
             changed = reference.logits(sequence)
     difference = float((changed - as_it_is).norm())
-    return not difference <= EXACT * float(as_it_is.norm())
+    return not difference <= record.tolerances.states * float(as_it_is.norm())
 
 
 @contextmanager

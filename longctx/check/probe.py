@@ -36,6 +36,9 @@ SPREAD_OF_EMBEDDINGS = 0.02
 """Also of the output layer: small, so that the epsilon of the first norm matters, and so that all
 tokens are about as likely."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names in configs of how many experts a router chooses from."""
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -47,6 +50,7 @@ class Probe:
         ends: whether a document of several tokens ends with END.
         pad: id of padding; END, as where a tokenizer has no token for padding, or PAD.
         micro_batches: micro-batches of a rank, for the user's `make`.
+        dtype: of the weights of models: "float32", "bfloat16" or "float16".
     """
 
     name: str = "documents"
@@ -55,6 +59,7 @@ class Probe:
     ends: bool = False
     pad: int = PAD
     micro_batches: int = 1
+    dtype: str = "float32"
 
     @cached_property
     def documents(self) -> list[list[int]]:
@@ -91,7 +96,8 @@ class Probe:
 
     def model(self, kind: str = "llama", **sizes: Any) -> Any:
         """Returns a small model of transformers with random weights, the same in every process: a
-        causal LM of this type."""
+        causal LM of this type. Where its dtype rounds, routers take all experts, as a right step
+        would choose others."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,6 +108,8 @@ class Probe:
         for name, value in VISIBLE.items():
             if name not in sizes and (getattr(config, name, None) or 0) > value:
                 setattr(config, name, value)
+        if self.dtype != "float32" and experts_of(config) and "num_experts_per_tok" not in sizes:
+            config.num_experts_per_tok = experts_of(config)
         for name, value in vars(config).items():
             if (
                 ("dropout" in name or "pdrop" in name)
@@ -118,7 +126,15 @@ class Probe:
             with torch.no_grad():
                 for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
                     layer.weight.normal_(std=SPREAD_OF_EMBEDDINGS)
-        return model
+        return model.to(getattr(torch, self.dtype))
+
+
+def experts_of(config: Any) -> int:
+    """Returns how many experts routers choose from; 0 without."""
+    for name in EXPERTS:
+        if getattr(config, name, None):
+            return int(getattr(config, name))
+    return 0
 
 
 PROBES = (

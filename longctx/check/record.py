@@ -23,6 +23,7 @@ from longctx.units import largest
 
 from .looked import Looked, Output, Parts, keep_parts, look
 from .probe import END, PAD, Tokens
+from .tolerances import NAMES, OF, Tolerances, coarsest
 
 Tensors = dict[str, torch.Tensor]
 FEWEST_NEIGHBOURS = 16
@@ -50,6 +51,7 @@ class Step:
         outputs: every call of the output layer; without, what it got and what backward brought it
             are inferred from its gradient.
         parts: outputs of the parts of layers, to tell the first that is wrong.
+        dtype: the coarsest in which weights, hidden states or logits were kept.
     """
 
     reference: nn.Module
@@ -61,14 +63,16 @@ class Step:
     positions: Sequence[torch.Tensor | None] = ()
     outputs: Sequence[Output] = ()
     parts: Parts = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass
 class Recorder:
-    """What a model was called with since `record`."""
+    """What a model was called with since `record`, and the dtypes that it computed in."""
 
     model: Any
     reference: nn.Module
+    dtypes: set[torch.dtype]
     calls: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor | None] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -102,6 +106,7 @@ class Recorder:
             positions=self.positions,
             outputs=self.outputs,
             parts={plain_name(name): outputs for name, outputs in self.parts.items()},
+            dtype=coarsest(self.dtypes),
         )
 
 
@@ -109,15 +114,12 @@ class Recorder:
 def record(model: Any) -> Iterator[Recorder]:
     """Records the calls of a model and its weights at the beginning; raises CheckError for what no
     reference can repeat."""
-    seen = Recorder(model, reference_of(model))
+    seen = Recorder(model, reference_of(model), dtypes=_dtypes_of(model))
 
     def see(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = inputs[0] if inputs else named["input"]
         if torch.is_autocast_enabled(ids.device.type):
-            raise CheckError(
-                "the model runs under autocast: rounding would hide faults below 1 %; switch mixed "
-                "precision off"
-            )
+            seen.dtypes.add(torch.get_autocast_dtype(ids.device.type))
         if torch.is_grad_enabled():
             seen.calls.append(whole(ids).cpu())
 
@@ -133,6 +135,7 @@ def record(model: Any) -> Iterator[Recorder]:
             states = inputs[0] if inputs else named["input"]
             output = Output(states.detach().clone(), logits.detach().clone())
             seen.outputs.append(output)
+            seen.dtypes |= {states.dtype, logits.dtype} & OF.keys()
             logits.register_hook(output.add)
 
     hooks = [model.get_input_embeddings().register_forward_pre_hook(see, with_kwargs=True)]
@@ -150,7 +153,7 @@ def reference_of(model: Any) -> nn.Module:
     """Returns a copy of the model that runs as plain transformers do, in float64 on the CPU, with
     eager attention.
 
-    Raises CheckError for dropout, other dtypes than float32, and models that are no causal LM of
+    Raises CheckError for dropout, dtypes without tolerances, and models that are no causal LM of
     transformers.
     """
     from transformers import AutoModelForCausalLM
@@ -175,16 +178,7 @@ def reference_of(model: Any) -> nn.Module:
         raise CheckError(
             "the loss of routers is another objective: set output_router_logits to False"
         )
-    dtypes = {
-        str(weight.dtype).removeprefix("torch.")
-        for weight in model.parameters()
-        if weight.is_floating_point()
-    }
-    if dtypes - {"float32", "float64"}:
-        raise CheckError(
-            f"weights are {', '.join(sorted(dtypes))}: rounding would hide faults below 1 %; make "
-            "them float32"
-        )
+    _dtypes_of(model)
     # Adapters that transformers' own add_adapter puts into a model leave it what it is.
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     try:
@@ -212,6 +206,18 @@ def reference_of(model: Any) -> nn.Module:
         weight.requires_grad_(name in trained)
     reference: nn.Module = plain.double().eval()
     return reference
+
+
+def _dtypes_of(model: Any) -> set[torch.dtype]:
+    """Returns the dtypes of a model's weights. Raises CheckError for one without tolerances."""
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    unknown = dtypes - OF.keys()
+    if unknown:
+        raise CheckError(
+            f"weights are {', '.join(sorted(map(str, unknown)))}, for which check-step has no "
+            f"tolerances: make them {', '.join(NAMES.values())}"
+        )
+    return dtypes
 
 
 def _with_adapters_of(model: Any, plain: Any) -> Any:
@@ -265,6 +271,8 @@ class Record:
         rows: rows of batches before they were split over ranks, if `batched`; else those of calls.
         loss, norm: as a rank logged them.
         looked: what the output layer of each rank shows; None where it does not on all.
+        dtype: the coarsest in which a rank computed.
+        tolerances: what rounding explains.
     """
 
     tokens: Tokens
@@ -277,7 +285,9 @@ class Record:
     batched: bool
     loss: float | None
     norm: float | None
-    looked: list[Looked] | None = None
+    looked: list[Looked] | None
+    dtype: torch.dtype
+    tolerances: Tolerances
 
     @property
     def documents(self) -> list[int]:
@@ -303,15 +313,24 @@ def gather(step: Step, tokens: Tokens) -> Record:
     gradients = {name: value.double().cpu() for name, value in step.gradients.items()}
     count = sum(ids.numel() for ids in step.calls)
     config = getattr(step.reference, "config", None)
-    looked = look(step.outputs, step.parts, tokens=count, config=config)
-    mine = (gradients, calls, batches, step.loss, step.grad_norm, looked)
+    looked = look(
+        step.outputs,
+        step.parts,
+        tokens=count,
+        config=config,
+        limit=OF[step.dtype].objective,
+    )
+    mine = (gradients, calls, batches, step.loss, step.grad_norm, looked, step.dtype)
     everyones = _of_all_ranks(mine)
-    of_ranks, all_calls, all_batches, losses, norms, all_looked = zip(*everyones, strict=True)
+    of_ranks, all_calls, all_batches, losses, norms, all_looked, dtypes = zip(
+        *everyones, strict=True
+    )
     called = [row for rows in all_calls for row in rows]
     _require_ids_of_the_probe(called, tokens)
     used = {token for row in called for token in row.ids}
     batched = [row for rows in all_batches for row in rows if set(row.ids) & used]
     mean, apart = _mean(of_ranks)
+    dtype = coarsest(set(dtypes))
     return Record(
         tokens,
         step.reference,
@@ -324,6 +343,8 @@ def gather(step: Step, tokens: Tokens) -> Record:
         loss=_first(losses),
         norm=_first(norms),
         looked=None if None in all_looked else list(all_looked),
+        dtype=dtype,
+        tolerances=OF[dtype],
     )
 
 

@@ -195,9 +195,8 @@ class Reference:
     def losses(self, sequence: Sequence, predictions: Iterable[Prediction]) -> torch.Tensor:
         """Returns the cross-entropy of each prediction of a sequence."""
         places, targets = zip(*((each.place, each.target) for each in predictions), strict=True)
-        return F.cross_entropy(
-            self.logits(sequence)[list(places)], torch.tensor(targets), reduction="none"
-        )
+        logits = self.logits(sequence)[list(places)].double()
+        return F.cross_entropy(logits, torch.tensor(targets), reduction="none")
 
     def columns(self, predictions: Iterable[Prediction]) -> Columns:
         """Returns a column for each prediction."""
@@ -250,7 +249,7 @@ class Reference:
             (loss := (self.losses(sequence, chosen) * given).sum()).backward()
             total += float(loss.detach())
         found = {
-            name: torch.zeros_like(w) if w.grad is None else w.grad.clone()
+            name: torch.zeros_like(w) if w.grad is None else w.grad.double()
             for name, w in self.named.items()
         }
         missing = [name for name, weight in self.missing.items() if weight.grad is not None]

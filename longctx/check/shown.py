@@ -1,6 +1,7 @@
 """The fit of a step whose output layer was looked at: whose hidden state each token has, what it
 predicts with which weight, and what became of the gradient after backward."""
 
+import math
 from collections import defaultdict
 from statistics import median
 from typing import NamedTuple
@@ -10,16 +11,13 @@ from torch.nn import functional as F
 
 from .contexts import APART, Context, Sequence
 from .fit import Fit, Pair, Shown
-from .looked import OBJECTIVE, Looked
+from .looked import Looked
 from .record import Record
 from .reference import Columns, Prediction, Reference
 
-AFTER = 1e-5
-"""Most that may be left of the output layer's gradient without what backward gave it: float32
-leaves 2e-7, gradients rounded to float16 leave 2e-4."""
-SAME_STATES = 3e-5
-"""Largest relative difference of a token's hidden state, or of a part's output, from the
-reference's: float32 leaves 2e-6 in two layers."""
+NEARER = 0.5
+"""Share of a context's distance from hidden states that another one has to fall below: both are
+within tolerance where dtypes are coarse."""
 LEAST_SHARE = 1e-3
 """Of the largest gradient's norm: smaller ones do not tell a factor."""
 
@@ -37,10 +35,12 @@ class Token(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A place of a sequence of a context."""
+    """A place of a sequence of a context, and the relative difference of the hidden state of a
+    token from the one there."""
 
     sequence: Sequence
     at: int
+    apart: float
 
 
 def fit_shown(
@@ -56,16 +56,24 @@ def fit_shown(
         factor = _factor_of_all(record, reference, weights)
         weights = {prediction: weight * factor for prediction, weight in weights.items()}
         scaled = True
+    limit = record.tolerances.objective
     shown = Shown(
         seen.known,
-        objective={each.number: each.left for each in seen.tokens if not each.left <= OBJECTIVE},
+        objective={each.number: each.left for each in seen.tokens if not each.left <= limit},
         beside=list(dict.fromkeys(name for each in looked for name in each.beside)),
         after=after,
         scaled=scaled,
         alike=seen.alike(),
         first_off=seen.first_off(),
     )
-    return Fit(seen.contexts, weights, unknown, residual=0.0, shown=shown)
+    return Fit(
+        seen.contexts,
+        weights,
+        unknown=unknown,
+        residual=0.0,
+        tolerance=record.tolerances.residual,
+        shown=shown,
+    )
 
 
 class Seen:
@@ -88,12 +96,15 @@ class Seen:
     ) -> None:
         self._probe = record.tokens
         self._looked = looked
+        self._limit = record.tolerances.states
         self._reference = reference
         self._candidates = candidates
         self.tokens = _tokens(record, looked)
         states = torch.cat([each.states for each in looked])
         self._places = {
-            context.sequences: _places(self.tokens, states, context, reference)
+            context.sequences: _places(
+                self.tokens, states, context=context, reference=reference, limit=self._limit
+            )
             for context in candidates
         }
         self._real = {index for index, token in enumerate(self.tokens) if token.number >= 0}
@@ -132,13 +143,28 @@ class Seen:
         return dict(in_order), dict(unknown)
 
     def _contexts(self) -> dict[int, Context]:
-        """Returns the context of each document: the first one that has all hidden states of the
-        step, or else each document's."""
+        """Returns the context of each document: one that has all hidden states of the step, or else
+        each document's."""
         documents = range(len(self._probe.probe.lengths))
-        for context in self._candidates:
-            if self._real <= self._places[context.sequences].keys():
-                return dict.fromkeys(documents, context)
+        everyones = self._with_all(self._real)
+        if everyones is not None:
+            return dict.fromkeys(documents, everyones)
         return {document: self._context_of(document) for document in documents}
+
+    def _with_all(self, indices: set[int]) -> Context | None:
+        """Returns the first context that has the hidden states of all these tokens, or one that is
+        nearer to them by far; None if no context has all."""
+        found = None
+        least = math.inf
+        for context in self._candidates:
+            places = self._places[context.sequences]
+            if not indices <= places.keys():
+                continue
+            apart = sum(places[index].apart ** 2 for index in indices) ** 0.5
+            if found is None or apart < NEARER * least:
+                found = context
+                least = apart
+        return found
 
     def _context_of(self, document: int) -> Context:
         """Returns the context that has most hidden states of a document, if those are more than
@@ -148,6 +174,9 @@ class Seen:
             for index in self._real
             if self._probe.document[self.tokens[index].number] == document
         ]
+        whole = self._with_all(set(own))
+        if whole is not None:
+            return whole
         counts = dict[int, int]()
         for number, context in enumerate(self._candidates):
             places = self._places[context.sequences]
@@ -209,7 +238,7 @@ class Seen:
             if place is None:
                 continue
             right = expected[place]
-            if not float((found[index] - right).norm()) <= SAME_STATES * float(right.norm()):
+            if not float((found[index] - right).norm()) <= self._limit * float(right.norm()):
                 return True
         return False
 
@@ -227,15 +256,21 @@ def _tokens(record: Record, looked: list[Looked]) -> list[Token]:
 
 
 def _places(
-    tokens: list[Token], states: torch.Tensor, context: Context, reference: Reference
+    tokens: list[Token],
+    states: torch.Tensor,
+    *,
+    context: Context,
+    reference: Reference,
+    limit: float,
 ) -> dict[int, Place]:
-    """Returns where in a context tokens have their hidden states, by their index."""
-    owners = defaultdict[int, list[Place]](list)
+    """Returns where in a context tokens have their hidden states, by their index; `limit`: largest
+    relative difference of the same ones."""
+    owners = defaultdict[int, list[tuple[Sequence, int]]](list)
     of_owners = defaultdict[int, list[torch.Tensor]](list)
     for sequence in context.sequences:
         own_states = reference.states(sequence)
         for at, number in enumerate(sequence.numbers):
-            owners[number].append(Place(sequence, at))
+            owners[number].append((sequence, at))
             of_owners[number].append(own_states[at])
     stacked = {number: torch.stack(rows) for number, rows in of_owners.items()}
     found = {}
@@ -245,8 +280,10 @@ def _places(
         wanted = stacked[token.number]
         apart = (wanted - states[index]).norm(dim=1)
         nearest = int(apart.argmin())
-        if float(apart[nearest]) <= SAME_STATES * float(wanted[nearest].norm()):
-            found[index] = owners[token.number][nearest]
+        difference = float(apart[nearest] / wanted[nearest].norm().clamp_min(1e-300))
+        if difference <= limit:
+            sequence, at = owners[token.number][nearest]
+            found[index] = Place(sequence, at, apart=difference)
     return found
 
 
@@ -281,7 +318,7 @@ def _factors(
         weights = members @ solved
         left = float((wanted - columns.sum(weights)).norm()) / size
         factors = dict(zip(calls, weights.tolist(), strict=True))
-        if left <= AFTER:
+        if left <= record.tolerances.after:
             return factors, left
         fits.append((factors, left))
     return fits[0]

@@ -8,7 +8,7 @@ def test_my_trainer():
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .not_tested import not_tested
 from .probe import PROBES, Probe, Tokens
 from .record import CheckError, Step, gather
 from .reference import Reference
+from .rounding import widened
 from .shown import fit_shown
 from .verdict import (
     CHOICES,
@@ -166,6 +167,7 @@ def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
     with torch.random.fork_rng(devices=[]):
         reference = Reference(record)
         candidates = contexts(record, reference.window is not None)
+        record = replace(record, tolerances=widened(record, reference, right=candidates[0]))
         if record.looked is not None and not reference.changes_logits_otherwise():
             fit = fit_shown(record, record.looked, reference=reference, candidates=candidates)
             alike = fit.shown.alike if fit.shown is not None else []

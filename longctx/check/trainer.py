@@ -73,7 +73,6 @@ def _refuse(trainer: Any) -> None:
     refused = {
         "label_smoothing_factor is above 0": args.label_smoothing_factor,
         "neftune_noise_alpha is set": args.neftune_noise_alpha,
-        "bf16 or fp16 is on, whose rounding would hide faults below 1 %": args.bf16 or args.fp16,
         "compute_loss_func is set: another objective": trainer.compute_loss_func,
         "DeepSpeed keeps gradients where no hook sees them": trainer.is_deepspeed_enabled,
     }

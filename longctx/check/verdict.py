@@ -19,18 +19,11 @@ from longctx.units import largest
 
 from .contexts import APART, Sequence
 from .contexts import FAULTS as CONTEXTS
-from .fit import EXACT, NEAR, Fit, Pair, Shown
+from .fit import Fit, Pair, Shown
 from .probe import END, PAD
 from .record import Record, Tensors
 from .reference import Prediction, Reference
-from .shown import AFTER
 
-SAME = 2e-3
-"""Largest difference of weights, relative to 1/N, that counts as none."""
-SHOWN = 1e-5
-"""Smallest weight, relative to the largest, that counts where weights were shown."""
-BACKWARD, LOGGED = 5e-4, 1e-3
-"""Largest relative difference of gradients from predicted ones, and of logged numbers."""
 NOT_FINITE = "gradients are not finite"
 NO_GRADIENT = "trained parameters have no gradient"
 MISSING = "documents are missing in the step"
@@ -111,7 +104,11 @@ class Facts:
         self.tokens = tokens
         self.reference = reference
         self.fit = fit
-        self.same = SAME if fit.tolerance == EXACT else NEAR
+        self.limits = record.tolerances
+        if fit.roughly:
+            self.same = self.limits.residual_of_unknown
+        else:
+            self.same = self.limits.weights
         self.count, self.at = _tokens_in(record)
         self.documents = record.documents
         everything = range(len(tokens.probe.lengths))
@@ -142,8 +139,8 @@ class Facts:
     def _least_weight(self) -> float:
         """Returns what a weight has to exceed to count."""
         if self.fit.shown is None:
-            return SAME
-        return SHOWN * max(map(abs, self.relative.values()), default=0.0)
+            return self.limits.weights
+        return self.limits.least_weight * max(map(abs, self.relative.values()), default=0.0)
 
     def _judged(self) -> set[int]:
         """Returns the tokens whose hidden states can be told from others."""
@@ -609,7 +606,7 @@ def _objective(shown: Shown) -> Finding:
 def _after(facts: Facts) -> Iterator[Finding]:
     """Yields that the output layer's gradient is not the one that backward gave."""
     shown = facts.fit.shown
-    if shown is None or shown.after is None or shown.after <= AFTER:
+    if shown is None or shown.after is None or shown.after <= facts.limits.after:
         return
     name = facts.reference.output
     assert name is not None  # else there is nothing to compare
@@ -635,9 +632,9 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
     off = defaultdict[int, dict[str, str]](dict)
     for name, expected in gradients.items():
         found = facts.record.gradients[name]
-        limit = BACKWARD * max(sizes[name], least)
-        if not float((found - expected).norm()) <= limit:
-            off[_layer(name)][name] = _compared(found, expected)
+        limit = facts.limits.of_parameter(name)
+        if not float((found - expected).norm()) <= limit * max(sizes[name], least):
+            off[_layer(name)][name] = _compared(found, expected, limit=limit)
     if not off:
         return
     last = max(off)
@@ -659,12 +656,12 @@ def _layer(name: str) -> int:
     return -1
 
 
-def _compared(found: torch.Tensor, expected: torch.Tensor) -> str:
+def _compared(found: torch.Tensor, expected: torch.Tensor, *, limit: float) -> str:
     """Returns in words what a gradient is that is not the expected one."""
     if not found.any():
         return "none"
     ratio = float((found * expected).sum()) / max(float(expected.norm()) ** 2, 1e-300)
-    if float((found - ratio * expected).norm()) < BACKWARD * float(found.norm()):
+    if float((found - ratio * expected).norm()) < limit * float(found.norm()):
         return f"{ratio:.3g} times what it should be"
     return "another"
 
@@ -673,14 +670,17 @@ def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:
     record = facts.record
     if record.loss is not None and loss is not None:
         right = _right_loss(facts)
-        if not min(abs(record.loss - right), abs(record.loss - loss)) <= LOGGED * right:
+        if (
+            not min(abs(record.loss - right), abs(record.loss - loss))
+            <= facts.limits.logged * right
+        ):
             yield Finding(
                 LOGGED_LOSS,
                 f"{record.loss:.5g} and not {right:.5g} ({record.loss / right:.4g} times)",
             )
     if record.norm is not None and not record.apart:
         norm = sum(float(value.norm()) ** 2 for value in record.gradients.values()) ** 0.5
-        if not abs(record.norm - norm) <= LOGGED * norm:
+        if not abs(record.norm - norm) <= facts.limits.logged * norm:
             words = f"{record.norm:.5g} and not {norm:.5g} ({record.norm / norm:.4g} times)"
             yield Finding(LOGGED_NORM, words)
 
@@ -718,7 +718,7 @@ def picture(facts: Facts) -> list[str]:
             pair = (number, facts.tokens.ids[number + 1])
             weight = facts.relative.get(pair, 0.0)
             wanted = float(pair in facts.wanted)
-            signs += _sign(weight, wanted)
+            signs += _sign(weight, wanted, same=facts.limits.weights)
         if len(signs) > 96:
             signs = signs[:96] + "…"
         if signs.strip(".…"):
@@ -726,11 +726,11 @@ def picture(facts: Facts) -> list[str]:
     return lines
 
 
-def _sign(weight: float, wanted: float) -> str:
+def _sign(weight: float, wanted: float, *, same: float) -> str:
     """Returns how a weight relates to the one that it should be."""
-    if abs(weight - wanted) < SAME:
+    if abs(weight - wanted) < same:
         return "."
-    if abs(weight) < SAME:
+    if abs(weight) < same:
         return "0"
     if weight > wanted:
         return "+"

@@ -6,22 +6,29 @@ from typing import Any
 
 import pytest
 
-from longctx.check.fit import EXACT
 from longctx.check.probe import Tokens
 from longctx.check.reference import Reference
-from longctx.check.verdict import SAME, Facts
+from longctx.check.tolerances import FLOAT32
+from longctx.check.verdict import Facts
 from tests.check_cases import SHORT
 from tests.huggingface_cases import build_model
 
 
-@pytest.mark.parametrize(("weight", "counts"), [(0.5 * SAME, False), (1.0, True), (math.nan, True)])
+@pytest.mark.parametrize(
+    ("weight", "counts"), [(0.5 * FLOAT32.weights, False), (1.0, True), (math.nan, True)]
+)
 def test_a_weight_that_is_not_known_to_be_zero_counts(weight: float, counts: bool) -> None:
     tokens = Tokens(SHORT)
     pair = 0, tokens.ids[1]
     wanted = sum(length - 1 for length in SHORT.lengths)
-    record: Any = SimpleNamespace(tokens=tokens, calls=[], documents=range(len(SHORT.lengths)))
+    record: Any = SimpleNamespace(
+        tokens=tokens,
+        calls=[],
+        documents=range(len(SHORT.lengths)),
+        tolerances=FLOAT32,
+    )
     fit: Any = SimpleNamespace(
-        tolerance=EXACT, shown=None, unseen=set[int](), pairs=lambda: {pair: weight / wanted}
+        roughly=False, shown=None, unseen=set[int](), pairs=lambda: {pair: weight / wanted}
     )
     reference: Any = None
     assert (pair in Facts(record, reference, fit).kept) == counts
