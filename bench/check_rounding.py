@@ -89,7 +89,8 @@ def left(kind: str, way: str) -> Left:
     expected_states = torch.cat(states)
     apart = (record.looked[0].states - expected_states).norm(dim=1) / expected_states.norm(dim=1)
     wanted = dict.fromkeys(fit.weights, 1 / len(facts.wanted)) if fit.weights else {}
-    loss, expected, _ = reference.gradients(wanted)
+    loss = reference.loss(wanted)
+    expected = reference.gradients(wanted).of
     sizes = {name: float(value.norm()) for name, value in expected.items()}
     least = 1e-3 * max(sizes.values())
     backward = max(

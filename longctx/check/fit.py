@@ -31,6 +31,8 @@ class Shown:
         alike: names of wrong contexts that have all hidden states.
         first_off: name of the first part of a layer whose output is wrong for a token without a
             context; "" if that is not known.
+        slopes: ∂loss/∂ of what the output layer returned, as the optimizer would get it, for the
+            tokens of each sequence [tokens, V]; None if that of some tokens has no sequence.
     """
 
     states: dict[int, bool]
@@ -40,6 +42,7 @@ class Shown:
     scaled: bool
     alike: list[str]
     first_off: str
+    slopes: dict[Sequence, torch.Tensor] | None
 
 
 @dataclass
@@ -86,9 +89,9 @@ class Fit:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the gradient follows from the weights."""
+        """Whether all of the gradient follows from what forward gave."""
         if self.shown is not None:
-            return not self.unknown and not self.shown.objective
+            return self.shown.slopes is not None
         # Padding is alike in many places, so that the weight of each is in doubt.
         pairs = self.pairs()
         of_padding = max(

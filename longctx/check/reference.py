@@ -166,14 +166,10 @@ class Reference:
     def changes_logits_otherwise(self) -> bool:
         """Returns whether logits are not what `final_logits` makes of the output layer's: then its
         slopes cannot be compared with those of cross-entropy."""
-        kept: list[torch.Tensor] = []
-        hook = self.head.register_forward_hook(lambda _, inputs, output: kept.append(output))
-        try:
-            with torch.no_grad():
-                logits = self.logits(Sequence((0, 1), (0, 1)))
-        finally:
-            hook.remove()
-        expected = final_logits(kept[0][0], self.config)
+        two = Sequence((0, 1), (0, 1))
+        with torch.no_grad():
+            logits = self.logits(two)
+            expected = final_logits(self.output_of(two), self.config)
         return not float((logits - expected).norm()) <= 1e-9 * float(logits.norm())
 
     def states(self, sequence: Sequence) -> torch.Tensor:
@@ -239,22 +235,65 @@ class Reference:
             ]
         )[:, None]
 
-    def gradients(self, weights: Mapping[Prediction, float]) -> tuple[float, Tensors, list[str]]:
-        """Returns loss and gradients of all parameters that have one in the step, for predictions
-        with these weights, and the names of the `missing` ones that would have one."""
-        self.model.zero_grad(set_to_none=True)
+    def loss(self, weights: Mapping[Prediction, float]) -> float:
+        """Returns the loss of predictions with these weights."""
         total = 0.0
+        with torch.no_grad():
+            for sequence, chosen in _by_sequence(weights):
+                total += float(self._weighted_loss(sequence, chosen, weights))
+        return total
+
+    def gradients(self, weights: Mapping[Prediction, float]) -> "Gradients":
+        """Returns gradients for predictions with these weights."""
+        self.model.zero_grad(set_to_none=True)
         for sequence, chosen in _by_sequence(weights):
-            given = torch.tensor([weights[each] for each in chosen], dtype=torch.float64)
-            (loss := (self.losses(sequence, chosen) * given).sum()).backward()
-            total += float(loss.detach())
+            self._weighted_loss(sequence, chosen, weights).backward()
+        return self._taken()
+
+    def gradients_of(self, slopes: Mapping[Sequence, torch.Tensor]) -> "Gradients":
+        """Returns gradients for ∂loss/∂ of what the output layer returns, for the tokens of each
+        sequence [tokens, V]."""
+        self.model.zero_grad(set_to_none=True)
+        for sequence, each in slopes.items():
+            self.output_of(sequence).backward(each)
+        return self._taken()
+
+    def _weighted_loss(
+        self,
+        sequence: Sequence,
+        chosen: list[Prediction],
+        weights: Mapping[Prediction, float],
+    ) -> torch.Tensor:
+        given = torch.tensor([weights[each] for each in chosen], dtype=torch.float64)
+        return (self.losses(sequence, chosen) * given).sum()
+
+    def output_of(self, sequence: Sequence) -> torch.Tensor:
+        """Returns what the output layer returns [tokens, V]."""
+        kept = list[torch.Tensor]()
+        hook = self.head.register_forward_hook(lambda _, inputs, output: kept.append(output))
+        try:
+            self.logits(sequence)
+        finally:
+            hook.remove()
+        return kept[0][0]
+
+    def _taken(self) -> "Gradients":
+        """Returns the gradients that the model has, and leaves none."""
         found = {
             name: torch.zeros_like(w) if w.grad is None else w.grad.double()
             for name, w in self.named.items()
         }
         missing = [name for name, weight in self.missing.items() if weight.grad is not None]
         self.model.zero_grad(set_to_none=True)
-        return total, found, missing
+        return Gradients(found, missing)
+
+
+class Gradients(NamedTuple):
+    """Gradients of all parameters that have one in the step, and names of the `missing` ones that
+    would have one."""
+
+    of: Tensors
+    missing: list[str]
 
 
 def _by_sequence(predictions: Iterable[Prediction]) -> Iterator[tuple[Sequence, list[Prediction]]]:

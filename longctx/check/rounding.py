@@ -2,9 +2,14 @@
 models differ in it."""
 
 import copy
+import math
 from dataclasses import replace
 
-from .contexts import Context
+import torch
+from torch.nn.functional import cross_entropy
+
+from .contexts import Context, Sequence
+from .looked import cross_entropies, final_logits
 from .probe import experts_of
 from .record import CheckError, Record
 from .reference import Prediction, Reference
@@ -23,25 +28,48 @@ def widened(record: Record, reference: Reference, right: Context) -> Tolerances:
     rounded = copy.deepcopy(reference.model).to(record.dtype)
     coarse = Reference(replace(record, reference=rounded))
     apart = 0.0
+    left = 0.0
     weights = dict[Prediction, float]()
     for sequence in right.sequences:
         wanted = reference.states(sequence)
         found = coarse.states(sequence).double()
         relative = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
         apart = max(apart, float(relative.max()))
-        for place, number in enumerate(sequence.numbers):
-            after = record.tokens.next(number)
-            if after is not None:
-                weights[Prediction(sequence, place, record.tokens.ids[after])] = 1.0
-    _, wanted_gradients, _ = reference.gradients(weights)
-    _, found_gradients, _ = coarse.gradients(weights)
+        predictions = [
+            Prediction(sequence, place, record.tokens.ids[after])
+            for place, number in enumerate(sequence.numbers)
+            if (after := record.tokens.next(number)) is not None
+        ]
+        if predictions:
+            weights |= dict.fromkeys(predictions, 1.0)
+            left = max(left, _left_of_objective(coarse, sequence, predictions))
+    found_gradients = coarse.gradients(weights).of
     parameters = {
         name: TIMES * float((found_gradients[name] - each).norm() / each.norm().clamp_min(1e-300))
-        for name, each in wanted_gradients.items()
+        for name, each in reference.gradients(weights).of.items()
     }
     return record.tolerances._replace(
-        states=max(record.tolerances.states, TIMES * apart), parameters=parameters
+        states=max(record.tolerances.states, TIMES * apart),
+        objective=max(record.tolerances.objective, TIMES * left),
+        parameters=parameters,
     )
+
+
+def _left_of_objective(
+    coarse: Reference, sequence: Sequence, predictions: list[Prediction]
+) -> float:
+    """Returns the most that is left of ∂loss/∂logits without cross-entropy, where slopes are
+    rounded."""
+    output = coarse.output_of(sequence)
+    final = final_logits(output, coarse.config).double()
+    places = [prediction.place for prediction in predictions]
+    targets = torch.tensor([prediction.target for prediction in predictions])
+    loss = cross_entropy(final[places], targets, reduction="sum")
+    (slopes,) = torch.autograd.grad(loss, output)
+    _, _, left, _ = cross_entropies(
+        output.detach().double(), slopes.double(), config=coarse.config, limit=math.inf
+    )
+    return float(left.max())
 
 
 def _require_all_experts(record: Record, reference: Reference) -> None:

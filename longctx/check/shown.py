@@ -51,10 +51,12 @@ def fit_shown(
     seen = Seen(record, looked, reference=reference, candidates=candidates)
     factors, after = _factors(seen.tokens, looked, record=record, reference=reference)
     weights, unknown = seen.weights(factors)
+    slopes = seen.slopes(factors)
     scaled = after is not None
-    if not scaled and not unknown:
-        factor = _factor_of_all(record, reference, weights)
+    if not scaled and slopes is not None:
+        factor = _factor_of_all(record, reference, slopes)
         weights = {prediction: weight * factor for prediction, weight in weights.items()}
+        slopes = {sequence: each * factor for sequence, each in slopes.items()}
         scaled = True
     limit = record.tolerances.objective
     shown = Shown(
@@ -65,6 +67,7 @@ def fit_shown(
         scaled=scaled,
         alike=seen.alike(),
         first_off=seen.first_off(),
+        slopes=slopes,
     )
     return Fit(
         seen.contexts,
@@ -141,6 +144,24 @@ class Seen:
                 weights[Prediction(place.sequence, place.at, token.target)] += weight
         in_order = sorted(weights.items(), key=lambda each: each[0])
         return dict(in_order), dict(unknown)
+
+    def slopes(self, factors: dict[tuple[int, int], float]) -> dict[Sequence, torch.Tensor] | None:
+        """Returns ∂loss/∂ of what the output layer returned, for the tokens of each sequence
+        [tokens, V], by factors of ranks' calls after backward; None if no context has the hidden
+        state of a token with slopes."""
+        rows = torch.cat([each.slopes for each in self._looked])
+        found = dict[Sequence, torch.Tensor]()
+        for index, token in enumerate(self.tokens):
+            if not rows[index].any():
+                continue
+            place = self._place(index)
+            if place is None:
+                return None
+            if place.sequence not in found:
+                shape = len(place.sequence.numbers), rows.shape[1]
+                found[place.sequence] = torch.zeros(shape, dtype=torch.float64)
+            found[place.sequence][place.at] += factors[token.rank, token.call] * rows[index]
+        return found
 
     def _contexts(self) -> dict[int, Context]:
         """Returns the context of each document: one that has all hidden states of the step, or else
@@ -324,9 +345,11 @@ def _factors(
     return fits[0]
 
 
-def _factor_of_all(record: Record, reference: Reference, weights: dict[Prediction, float]) -> float:
-    """Returns what most gradients are of those that follow from weights."""
-    _, expected, _ = reference.gradients(weights)
+def _factor_of_all(
+    record: Record, reference: Reference, slopes: dict[Sequence, torch.Tensor]
+) -> float:
+    """Returns what most gradients are of those that follow from slopes."""
+    expected = reference.gradients_of(slopes).of
     sizes = {name: float(value.norm()) for name, value in expected.items()}
     large = [name for name, size in sizes.items() if size > LEAST_SHARE * max(sizes.values())]
     if not large:

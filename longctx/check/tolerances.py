@@ -59,7 +59,7 @@ FLOAT32 = Tolerances(
 )
 BFLOAT16 = Tolerances(
     states=2e-2,
-    objective=2e-3,
+    objective=5e-4,
     after=2e-2,
     weights=2e-2,
     least_weight=1e-3,
@@ -71,7 +71,7 @@ BFLOAT16 = Tolerances(
 )
 FLOAT16 = Tolerances(
     states=4e-3,
-    objective=3e-4,
+    objective=6e-5,
     after=3e-3,
     weights=3e-3,
     least_weight=1e-3,

@@ -22,7 +22,7 @@ from .contexts import FAULTS as CONTEXTS
 from .fit import Fit, Pair, Shown
 from .probe import END, PAD
 from .record import Record, Tensors
-from .reference import Prediction, Reference
+from .reference import Gradients, Prediction, Reference
 
 NOT_FINITE = "gradients are not finite"
 NO_GRADIENT = "trained parameters have no gradient"
@@ -372,31 +372,44 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield from _contexts(facts)
     yield from _places(facts)
     yield from _missing(facts)
+    other_objective = fit.shown is not None and bool(fit.shown.objective)
     if fit.shown is not None and fit.shown.objective:
         yield _objective(fit.shown)
-        return
-    extra = _extra(facts)
-    yield from extra
-    if (
-        extra
-        and not facts.kept
-        and {finding.kind for finding in extra} <= {NOT_SHIFTED, SHIFTED_TWICE}
-    ):
-        return
-    yield from _lost(facts)
+    else:
+        extra = _extra(facts)
+        yield from extra
+        if (
+            extra
+            and not facts.kept
+            and {finding.kind for finding in extra} <= {NOT_SHIFTED, SHIFTED_TWICE}
+        ):
+            return
+        yield from _lost(facts)
     yield from _same_data(record)
-    weights = fit.weights if fit.whole else _right_weights(facts)
-    loss, gradients, without = facts.reference.gradients(weights)
-    if without:
-        yield Finding(NO_GRADIENT, f"{len(without)} of them: {_suffixes(without)}")
-    after = list(_after(facts))
-    if not fit.whole or after:
-        gradients = {}
+    gradients = _expected(facts)
+    if gradients.missing:
+        names = _suffixes(gradients.missing)
+        yield Finding(NO_GRADIENT, f"{len(gradients.missing)} of them: {names}")
     if not record.apart:
-        yield from _weights(facts)
+        if not other_objective:
+            yield from _weights(facts)
+        after = list(_after(facts))
         yield from after
-        yield from _backward(facts, gradients)
-    yield from _log(facts, loss if fit.whole else None)
+        if fit.whole and not after:
+            yield from _backward(facts, gradients.of)
+    loss = facts.reference.loss(fit.weights) if fit.whole and not other_objective else None
+    yield from _log(facts, loss)
+
+
+def _expected(facts: Facts) -> Gradients:
+    """Returns the gradients that follow from forward and objective; of a right step where those are
+    not known whole, to tell which parameters have one."""
+    fit = facts.fit
+    if not fit.whole:
+        return facts.reference.gradients(_right_weights(facts))
+    if fit.shown is not None and fit.shown.slopes is not None:
+        return facts.reference.gradients_of(fit.shown.slopes)
+    return facts.reference.gradients(fit.weights)
 
 
 def _apart(record: Record) -> Iterator[Finding]:
@@ -687,7 +700,7 @@ def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:
 
 def _right_loss(facts: Facts) -> float:
     """Returns the mean loss of the wanted predictions, documents apart."""
-    return facts.reference.gradients(_right_weights(facts))[0]
+    return facts.reference.loss(_right_weights(facts))
 
 
 def _right_weights(facts: Facts) -> dict[Prediction, float]:
