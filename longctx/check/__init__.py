@@ -1,8 +1,9 @@
 """Check of one optimizer step of any trainer: what each token saw, and how much each prediction
 counts (docs/check-step.md)."""
 
+from .errors import CheckError, UsageError
 from .probe import PROBES, Probe
-from .record import CheckError, Step, record
+from .record import Step, record
 from .step import Report, Verdict, check_step
 from .verdict import Finding
 
@@ -13,6 +14,7 @@ __all__ = [
     "Probe",
     "Report",
     "Step",
+    "UsageError",
     "Verdict",
     "check_step",
     "record",

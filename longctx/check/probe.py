@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from longctx.errors import UserError
+from .errors import UsageError
 
 PAD, END, FIRST = 0, 1, 2
 """Ids of padding and of the end of a text, and the first id of documents. No other id occurs
@@ -148,11 +148,11 @@ PROBES = (
 
 
 def named(names: Sequence[str]) -> list[Probe]:
-    """Returns the probes of these names, or all if there are none. Raises UserError for an unknown
+    """Returns the probes of these names, or all if there are none. Raises UsageError for an unknown
     one."""
     known = [probe.name for probe in PROBES]
     if unknown := set(names) - set(known):
-        raise UserError(
+        raise UsageError(
             f"there is no probe {min(unknown)!r}: choose from {', '.join(map(repr, known))}"
         )
     return [probe for probe in PROBES if probe.name in (names or known)]

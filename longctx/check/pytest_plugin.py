@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from longctx.errors import UserError
+from .errors import CheckError, UsageError
 
 MEANING = (
     "check_step(processes=1, allow=(), probes=()): longctx checks the step of the trainer "
@@ -58,16 +58,15 @@ def _wrong(
 ) -> str:
     """Returns what is wrong with the step, or why it is refused."""
     if processes == 1:
-        from longctx.check import check_step
-
         from .probe import named
+        from .step import check_step
 
         given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
         try:
             report = check_step(
                 lambda each: item.obj(**given | {"probe": each}), named(probes), allow
             )
-        except UserError as error:
+        except (CheckError, UsageError) as error:
             return str(error)
         if report.status:
             return "\n".join(report.lines())
@@ -75,8 +74,7 @@ def _wrong(
     command = [
         sys.executable,
         "-m",
-        "longctx",
-        "check-step",
+        str(__package__),
         str(item.path),
         "--make",
         item.originalname,

@@ -18,20 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from longctx.errors import UserError
-from longctx.units import largest
-
+from .errors import CheckError
 from .looked import Looked, Output, Parts, keep_parts, look
+from .numbers import largest
 from .probe import END, PAD, Tokens
 from .tolerances import NAMES, OF, Tolerances, coarsest
 
 Tensors = dict[str, torch.Tensor]
 FEWEST_NEIGHBOURS = 16
 """Fewest pairs of neighbouring tokens that tell whether a step was made on a probe."""
-
-
-class CheckError(UserError):
-    """A step that cannot be judged: exit status 3."""
 
 
 @dataclass

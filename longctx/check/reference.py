@@ -17,8 +17,9 @@ import torch
 from torch.nn import functional as F
 
 from .contexts import Sequence
+from .errors import CheckError
 from .looked import CHANGES, Parts, final_logits, keep_parts, of_tokens
-from .record import CheckError, Record, Tensors
+from .record import Record, Tensors
 
 
 class Prediction(NamedTuple):

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from .contexts import contexts
+from .errors import CheckError
 from .fit import Fitter
 from .not_tested import lines as lines_of_untested
 from .not_tested import not_tested
 from .probe import PROBES, Probe, Tokens
-from .record import CheckError, Step, gather
+from .record import Step, gather
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown
@@ -134,7 +135,7 @@ def check_step(
     on `probe.rows`, or, for any other loop, the `Step` that it made: see `record`. `allow` has
     faults that are meant: a fault's kind as it is printed, or its words before the first colon,
     such as "documents are cut". Collective. Raises CheckError for steps that no reference can
-    repeat, UserError for an allowed fault that does not exist.
+    repeat, UsageError for an allowed fault that does not exist.
     """
     require_kinds(allow)
     return Report([_judged(_step(make(probe), probe), probe, allow) for probe in probes])

@@ -8,8 +8,9 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from .errors import CheckError
 from .probe import Probe
-from .record import CheckError, Recorder, Step, record, whole
+from .record import Recorder, Step, record, whole
 
 OUT_OF_REACH = 1e30
 """Limit of the gradient norm, so that nothing is clipped and the norm is logged."""

@@ -14,12 +14,11 @@ from math import isfinite
 
 import torch
 
-from longctx.errors import UserError
-from longctx.units import largest
-
 from .contexts import APART, Sequence
 from .contexts import FAULTS as CONTEXTS
+from .errors import UsageError
 from .fit import Fit, Pair, Shown
+from .numbers import largest
 from .probe import END, PAD
 from .record import Record, Tensors
 from .reference import Gradients, Prediction, Reference
@@ -325,14 +324,14 @@ def words_before_colon(kind: str) -> str:
 
 
 def require_kinds(allow: Iterable[str]) -> None:
-    """Raises UserError for what no fault is called: neither a kind, nor the words of a kind before
+    """Raises UsageError for what no fault is called: neither a kind, nor the words of a kind before
     its first colon."""
     known = {name for kind in kinds() for name in (kind, words_before_colon(kind))}
     for name in allow:
         if name not in known:
             near = get_close_matches(name, known, n=3, cutoff=0.3)
             hint = f": did you mean {', or '.join(map(repr, near))}?" if near else ""
-            raise UserError(f"no fault is called {name!r}{hint}")
+            raise UsageError(f"no fault is called {name!r}{hint}")
 
 
 def is_allowed(finding: Finding, allow: Iterable[str]) -> bool:

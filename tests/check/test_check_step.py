@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from longctx.check import CheckError, Probe, Step, check_step, record
+from longctx.check import CheckError, Probe, Step, UsageError, check_step, record
 from longctx.check.contexts import ROW_RESTARTED, contexts
 from longctx.check.probe import Tokens
 from longctx.check.record import gather
@@ -32,7 +32,6 @@ from longctx.check.verdict import (
     kinds,
 )
 from longctx.cli import main
-from longctx.errors import UserError
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
 from tests.marks import slow_unless
 from tests.trainer_cases import as_rank
@@ -128,6 +127,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-step", str(script), "--probe", "few documents"]) == 4
     error = capsys.readouterr().err
     assert "ZeroDivisionError" in error and "no verdict, as the error above was raised" in error
+    script.write_text("from longctx.errors import UserError\nraise UserError('no such setting')")
+    assert main(["check-step", str(script)]) == 2
+    assert "longctx check-step: error: no such setting\n" in capsys.readouterr().err
     script.write_text("raise SystemExit(1)")
     assert main(["check-step", str(script)]) == 4
     assert main(["check-step", str(script), "--probe", "none"]) == 2
@@ -303,9 +305,9 @@ def test_what_is_allowed_is_matched_exactly() -> None:
     assert finding.kind.startswith("documents are cut short:")
     assert check_step(make, [SHORT], allow=["documents are cut short", SCALE]).status == 0
     said = "no fault is called 'documents are cut shrt': did you mean 'documents are cut short'"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UsageError, match=said):
         check_step(make, [SHORT], allow=["documents are cut shrt"])
-    with pytest.raises(UserError, match="no fault is called ''"):
+    with pytest.raises(UsageError, match="no fault is called ''"):
         check_step(make, [SHORT], allow=[""])
 
 

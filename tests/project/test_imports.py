@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "plots": {"errors", "units", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
     "trainers": CORE | {"training", "memory"},
-    "check": {"errors", "units"},
+    "check": set(),
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},
     "commands": CORE
@@ -120,10 +120,20 @@ def imports(name: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} imports relatively: write the full name"
-            assert node.module is not None
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            module = _imported_from(node, by=name)
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return found
+
+
+def _imported_from(node: ast.ImportFrom, by: str) -> str:
+    """Full name of the module; longctx.check, a wheel of its own, imports its own ones
+    relatively."""
+    if part(by) == "check" and node.level == 1:
+        assert node.module is not None, f"{by} imports . as a whole: name the module"
+        return f"longctx.check.{node.module}"
+    assert node.level == 0, f"{by} imports relatively: write the full name"
+    assert node.module is not None
+    return node.module
 
 
 def modules_used(name: str) -> set[str]:
@@ -243,6 +253,25 @@ for name in {[name for name in LIGHT if "triton" not in name and "merge_device" 
     assert process.returncode == 0, process.stderr
 
 
+def test_the_check_of_a_step_needs_nothing_of_ours() -> None:
+    """Its folder is a wheel of its own, in which its modules have other full names."""
+    names = [name for name in MODULES if part(name) == "check"]
+    for name in names:
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported = [str(node.module)]
+            else:
+                imported = []
+            for module in imported:
+                assert module.partition(".")[0] != "longctx", f"{name} imports {module}"
+    outside = {
+        module.partition(".")[0] for name in names for module in imports(name)
+    } - sys.stdlib_module_names
+    assert outside == {"longctx", "torch", "transformers", "peft", "pytest"}
+
+
 def test_the_model_knows_nothing_of_processes() -> None:
     for name in MODULES:
         if part(name) == "model":
@@ -255,7 +284,7 @@ def test_the_model_knows_nothing_of_processes() -> None:
 def test_only_the_mesh_makes_process_groups() -> None:
     """But for the group inside a trainer of transformers, whose processes accelerate has joined, or
     of one to check."""
-    makers = {"longctx.parallel.mesh", "longctx.trainers.dynamic", "longctx.commands.check_step"}
+    makers = {"longctx.parallel.mesh", "longctx.trainers.dynamic", "longctx.check.command"}
     assert (
         users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= makers
     )
@@ -283,7 +312,7 @@ def test_the_environment_is_read_in_one_place() -> None:
         ]
         if any(_name(node) in ("environ", "getenv") for node in uses):
             readers.add(name)
-    passing_on = {"longctx.check.pytest_plugin"}
+    passing_on = {"longctx.check.pytest_plugin", "longctx.check.command"}
     assert (
         readers
         <= {f"longctx.parallel.{module}" for module in ("environment", "device", "mesh", "meeting")}

@@ -3,11 +3,12 @@
 import ast
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from longctx.units import largest
+from longctx import units
+from longctx.check import numbers
 from tests.project.test_imports import MODULES, tree
 
 TOLERANCE = re.compile(
@@ -72,6 +73,9 @@ def test_the_rule_finds_what_it_should(code: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 2.0]])
-def test_the_largest_of_numbers_with_nan_is_nan(values: list[float]) -> None:
+@pytest.mark.parametrize("largest", [units.largest, numbers.largest])
+def test_the_largest_of_numbers_with_nan_is_nan(
+    values: list[float], largest: Callable[..., float]
+) -> None:
     assert math.isnan(largest(values))
     assert largest([1.0, 3.0, 2.0]) == 3.0 and largest([], default=0.5) == 0.5

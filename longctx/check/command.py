@@ -1,0 +1,182 @@
+"""`longctx-check FILE`, and in longctx `longctx check-step FILE`: names what is wrong with a step
+of any trainer."""
+
+import argparse
+import logging
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .errors import CheckError, UsageError
+from .probe import named
+from .step import Report, check_step
+
+SUMMARY = (
+    "Name what is wrong with packing, padding, accumulation or context parallelism in a step "
+    "of any trainer"
+)
+REFUSED = 3
+"""Exit status for a step that cannot be judged."""
+CRASHED = 4
+"""Exit status where the user's function, or the check, raises what it should not."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command without longctx and returns its exit status; `argv` is `sys.argv[1:]` unless
+    given."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="longctx-check",
+        description=SUMMARY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="start N processes on this machine, by torchrun (default: this process)",
+    )
+    arguments = parser.parse_args(given)
+    try:
+        if arguments.processes is not None and _launches(arguments.processes):
+            return _launch(arguments.processes, given)
+        return run(arguments)
+    except UsageError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+
+
+def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] = Path) -> None:
+    """Adds all arguments but `--processes`; `path` reads the name of a file."""
+    parser.set_defaults(program=parser.prog)
+    parser.add_argument(
+        "script",
+        type=path,
+        metavar="FILE",
+        help="Python file with `make(probe)`: see docs/check-step.md",
+    )
+    parser.add_argument(
+        "--make",
+        default="make",
+        metavar="FUNCTION",
+        help="function of the file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--probe",
+        action="append",
+        metavar="NAME",
+        help="only this probe; may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="a fault that is meant, as it is printed, or its words before the first colon",
+    )
+    parser.add_argument("--json", action="store_true", help="print verdicts as JSON")
+    parser.epilog = (
+        "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 "
+        "refused, 4 an error in the file or in its function. On several ranks:\n"
+        f"{parser.prog} check.py --processes 2, or torchrun --nproc-per-node 2 -m {__package__} "
+        "check.py"
+    )
+
+
+def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ()) -> int:
+    """Checks a step on this process, and the others that its launcher started with it, prints the
+    verdicts and returns the exit status.
+
+    Raises UsageError for a file, function, probe or fault that does not exist, and passes errors of
+    the types `passed` on.
+    """
+    if not arguments.script.is_file():
+        raise UsageError(
+            f"there is no file {arguments.script}: give a Python file with a function make(probe)"
+        )
+    probes = named(arguments.probe or ())
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    not_caught: tuple[type[Exception], ...] = (UsageError, *passed)
+    try:
+        make = runpy.run_path(str(arguments.script), run_name="check").get(arguments.make)
+        if make is None:
+            raise UsageError(f"{arguments.script} has no function {arguments.make}(probe)")
+        report = check_step(make, probes, arguments.allow)
+    except CheckError as error:
+        if rank == 0:
+            print(f"{arguments.program}: refused: {error}", file=sys.stderr)
+        return REFUSED
+    except not_caught:
+        raise
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        print(f"{arguments.program}: no verdict, as the error above was raised", file=sys.stderr)
+        return CRASHED
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank == 0:
+        _print(report, as_json=arguments.json)
+    return report.status
+
+
+def _print(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        print(report.to_json())
+    else:
+        print("\n".join(report.lines()))
+
+
+def _launches(processes: int) -> bool:
+    """Returns whether this process starts `processes` others, and is not one of them.
+
+    Raises UsageError for less than 1, and for another number than torchrun started here.
+    """
+    if processes < 1:
+        raise UsageError(f"--processes is {processes}: must be at least 1")
+    if not dist.is_torchelastic_launched():
+        return processes > 1
+    started = os.environ["LOCAL_WORLD_SIZE"]
+    if started != str(processes):
+        raise UsageError(
+            f"--processes is {processes}, but torchrun started {started} on this machine: omit "
+            "--processes"
+        )
+    return False
+
+
+def _launch(processes: int, arguments: Sequence[str]) -> int:
+    """Runs this command in `processes` processes. Returns the exit status of the first that fails,
+    else 0; 128 and the signal's number after SIGINT or SIGTERM, which go on to the processes.
+
+    Nothing follows their output, as torchrun would print a traceback.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    cores = os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = ["--standalone", f"--nproc-per-node={processes}", "-m", str(__package__)]
+    try:
+        torchrun.main([*options, *arguments])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return int(failure.exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
