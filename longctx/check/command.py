@@ -8,13 +8,14 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .errors import CheckError, UsageError
-from .probe import named
+from .probe import DTYPES, named
 from .step import Report, check_step
 
 SUMMARY = (
@@ -85,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
         metavar="FAULT",
         help="a fault that is meant, as it is printed, or its words before the first colon",
     )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=DTYPES,
+        help="of the weights of `probe.model` (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print verdicts as JSON")
     parser.epilog = (
         "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 "
@@ -105,7 +112,8 @@ def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ())
         raise UsageError(
             f"there is no file {arguments.script}: give a Python file with a function make(probe)"
         )
-    probes = named(arguments.probe or ())
+    asked = named(arguments.probe or ())
+    probes = [replace(probe, dtype=arguments.dtype) for probe in asked]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0

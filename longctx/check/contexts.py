@@ -67,6 +67,7 @@ class Rows:
         padding: runs of padding in the calls.
         pieces: parts of documents in the calls.
         split: whether ranks hold parts of a document.
+        shared: whether a row has several documents.
     """
 
     def __init__(self, record: Record) -> None:
@@ -81,6 +82,7 @@ class Rows:
         self.padding = [run for row in self._calls for run in _padding(row)]
         self.pieces = [piece for row in self._calls for piece in self._tokens.pieces(row)]
         self.split = _is_split(record)
+        self.shared = any(self._documents_in(row) > 1 for row in self.whole)
         self._in_row = _positions_in(self._rows)
         self._in_call = _positions_in(self._calls)
         self._given: dict[int, int] = {}
@@ -90,12 +92,12 @@ class Rows:
     def alone(self) -> list[Numbers]:
         """Returns the documents that have a padded row for themselves, with the padding, then the
         other documents."""
-        rows = [row for row in self._calls if -1 in row and self._has_one_document(row)]
+        rows = [row for row in self._calls if -1 in row and self._documents_in(row) == 1]
         held = [_real(row) for row in rows]
         return rows + [document for document in self.documents if document not in held]
 
-    def _has_one_document(self, row: Numbers) -> bool:
-        return len({self._tokens.document[number] for number in _real(row)}) == 1
+    def _documents_in(self, row: Numbers) -> int:
+        return len({self._tokens.document[number] for number in _real(row)})
 
     # Positions of the tokens of a sequence.
 
@@ -145,7 +147,7 @@ def contexts(record: Record, windows: bool) -> list[Context]:
         _context(ROW_RESTARTED, rows.whole, rows.own),
         _context(mixed, rows.parts, rows.own),
         _context(mixed, rows.parts, rows.counted),
-        _context(RUN_ON, documents, rows.run_on),
+        _context(RUN_ON, documents if rows.shared else [], rows.run_on),
         _context(BOTH, documents, rows.own, sight="both"),
         _context(NEXT, documents, rows.own, sight="next"),
         _context(PADDING, rows.padded, rows.counted),

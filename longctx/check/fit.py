@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from .causes import Cause
 from .contexts import APART, Context, Sequence
 from .probe import END
 from .record import Record
@@ -31,6 +32,7 @@ class Shown:
         alike: names of wrong contexts that have all hidden states.
         first_off: name of the first part of a layer whose output is wrong for a token without a
             context; "" if that is not known.
+        cause: why that is so; None if that is not known.
         slopes: ∂loss/∂ of what the output layer returned, as the optimizer would get it, for the
             tokens of each sequence [tokens, V]; None if that of some tokens has no sequence.
     """
@@ -42,6 +44,7 @@ class Shown:
     scaled: bool
     alike: list[str]
     first_off: str
+    cause: Cause | None
     slopes: dict[Sequence, torch.Tensor] | None
 
 

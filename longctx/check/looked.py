@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 Parts = dict[str, list[torch.Tensor]]
 """Outputs of the parts of layers by name, in the order in which they ran, one of each call [..,
 width]."""
-PART = re.compile(r"\.\d+\.\w+$")
-"""How names of parts end: in a list of layers, one of a layer's own modules."""
+PART = re.compile(r"^\D*\.\d+(\.\w+)?$")
+"""Names of parts: in a list of layers, a layer or one of its own modules."""
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Output:
         self.slopes = slopes if self.slopes is None else self.slopes + slopes
 
 
-def keep_parts(model: nn.Module, kept: Parts) -> list[RemovableHandle]:
-    """Has the outputs of all parts of layers kept, where gradients are wanted."""
+def keep_parts(model: Any, kept: Parts) -> list[RemovableHandle]:
+    """Has the outputs of embeddings and of all parts of layers kept, where gradients are wanted."""
 
     def keeper(name: str) -> Callable[..., None]:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -57,17 +57,21 @@ def keep_parts(model: nn.Module, kept: Parts) -> list[RemovableHandle]:
 
         return keep
 
+    embeddings = model.get_input_embeddings()
     return [
         module.register_forward_hook(keeper(name))
         for name, module in model.named_modules()
-        if PART.search(name)
+        if module is embeddings or PART.search(name)
     ]
 
 
 def of_tokens(parts: Parts, tokens: int) -> dict[str, torch.Tensor]:
-    """Returns the outputs of parts that have one row for each token [tokens, width], in float32."""
+    """Returns the outputs of parts that have one row for each token [tokens, width], in float32; of
+    each two alike, as checkpointing runs parts again, the first."""
     found = {}
-    for name, outputs in parts.items():
+    for name, kept in parts.items():
+        again = sum(output.shape[:-1].numel() for output in kept) == 2 * tokens
+        outputs = kept[::2] if again else kept
         if outputs and sum(output.shape[:-1].numel() for output in outputs) == tokens:
             found[name] = torch.cat([output.flatten(0, -2) for output in outputs]).float().cpu()
     return found
@@ -99,13 +103,15 @@ def look(
     outputs: Listed[Output], parts: Parts, *, tokens: int, config: Any, limit: float
 ) -> Looked | None:
     """Returns what outputs show; None where they are not those of all tokens in order, or tensors
-    are not plain. `limit`: most that may be left of ∂loss/∂logits without cross-entropy."""
+    are not plain or not finite. `limit`: most that may be left of ∂loss/∂logits without
+    cross-entropy."""
     if not outputs or any(not _is_plain(output) for output in outputs):
         return None
     states = torch.cat([output.states.flatten(0, -2) for output in outputs]).double().cpu()
     logits = torch.cat([output.logits.flatten(0, -2) for output in outputs]).double().cpu()
     slopes = torch.cat([_slopes_of(output).flatten(0, -2) for output in outputs]).double().cpu()
-    if len(states) != tokens:
+    finite = all(bool(each.isfinite().all()) for each in (states, logits, slopes))
+    if len(states) != tokens or not finite:
         return None
     targets, weights, left, beside = cross_entropies(logits, slopes, config=config, limit=limit)
     return Looked(

@@ -36,6 +36,8 @@ SPREAD_OF_EMBEDDINGS = 0.02
 """Also of the output layer: small, so that the epsilon of the first norm matters, and so that all
 tokens are about as likely."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of weights of models."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names in configs of how many experts a router chooses from."""
 
@@ -50,7 +52,7 @@ class Probe:
         ends: whether a document of several tokens ends with END.
         pad: id of padding; END, as where a tokenizer has no token for padding, or PAD.
         micro_batches: micro-batches of a rank, for the user's `make`.
-        dtype: of the weights of models: "float32", "bfloat16" or "float16".
+        dtype: of the weights of models, one of DTYPES.
     """
 
     name: str = "documents"

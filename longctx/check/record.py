@@ -8,7 +8,7 @@ with record(model) as seen:
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -47,6 +47,8 @@ class Step:
             are inferred from its gradient.
         parts: outputs of the parts of layers, to tell the first that is wrong.
         dtype: the coarsest in which weights, hidden states or logits were kept.
+        changed_at: number of the first call with other weights than the call before it; 0: none.
+        not_finite_in: name of the first part of a layer whose output is not finite; "": none.
     """
 
     reference: nn.Module
@@ -59,6 +61,8 @@ class Step:
     outputs: Sequence[Output] = ()
     parts: Parts = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    changed_at: int = 0
+    not_finite_in: str = ""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Recorder:
     model: Any
     reference: nn.Module
     dtypes: set[torch.dtype]
+    sums: list[list[float]] = field(default_factory=list)
     calls: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor | None] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -85,6 +90,12 @@ class Recorder:
 
         Collective if parameters are sharded (DTensor).
         """
+        pairs = enumerate(pairwise(self.sums), start=1)
+        not_finite = (
+            plain_name(name)
+            for name, outputs in self.parts.items()
+            if not all(output.isfinite().all() for output in outputs)
+        )
         named = (model or self.model).named_parameters()
         gradients = {
             plain_name(name): whole(weight.grad)
@@ -102,6 +113,8 @@ class Recorder:
             outputs=self.outputs,
             parts={plain_name(name): outputs for name, outputs in self.parts.items()},
             dtype=coarsest(self.dtypes),
+            changed_at=next((at for at, (one, next_one) in pairs if one != next_one), 0),
+            not_finite_in=next(not_finite, ""),
         )
 
 
@@ -117,6 +130,7 @@ def record(model: Any) -> Iterator[Recorder]:
             seen.dtypes.add(torch.get_autocast_dtype(ids.device.type))
         if torch.is_grad_enabled():
             seen.calls.append(whole(ids).cpu())
+            seen.sums.append(_sums(model))
 
     def place(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         positions = named.get("position_ids")
@@ -142,6 +156,18 @@ def record(model: Any) -> Iterator[Recorder]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _sums(model: Any) -> list[float]:
+    """Returns the sums of the first and the last matrix of a model, which tell whether weights
+    changed; none of sharded ones."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = (layer.weight.detach() for layer in layers)
+    return [
+        float(weight.double().sum())
+        for weight in weights
+        if type(weight) in (torch.Tensor, nn.Parameter)
+    ]
 
 
 def reference_of(model: Any) -> nn.Module:
@@ -256,7 +282,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Record:
-    """A step of all ranks on a probe's tokens: the same everywhere.
+    """A step of all ranks on a probe's tokens.
 
     Attributes:
         gradients: float64, mean of the ranks'.
@@ -268,6 +294,8 @@ class Record:
         looked: what the output layer of each rank shows; None where it does not on all.
         dtype: the coarsest in which a rank computed.
         tolerances: what rounding explains.
+        changed_at: number of a rank's first call with other weights; 0: none.
+        not_finite_in: name of a rank's first part whose output is not finite; "": none.
     """
 
     tokens: Tokens
@@ -283,6 +311,8 @@ class Record:
     looked: list[Looked] | None
     dtype: torch.dtype
     tolerances: Tolerances
+    changed_at: int
+    not_finite_in: str
 
     @property
     def documents(self) -> list[int]:
@@ -297,59 +327,110 @@ class Record:
         )
 
 
-def gather(step: Step, tokens: Tokens) -> Record:
-    """Returns the steps of all ranks as one. Collective if there is a process group.
+@dataclass
+class _OfRank:
+    """What a rank sends of its step: attributes as of Record and Step."""
 
-    Raises CheckError, on all ranks, for calls on other ids than the probe's.
+    gradients: Tensors
+    calls: list[Row]
+    batches: list[Row]
+    looked: Looked | None
+    loss: float | None
+    norm: float | None
+    dtype: torch.dtype
+    changed_at: int
+    not_finite_in: str
+
+
+def gather(step: Step, tokens: Tokens) -> Record | None:
+    """Returns the steps of all ranks as one on the first rank, and None on others. Collective if
+    there is a process group.
+
+    Raises, on the first rank, CheckError for calls on other ids than the probe's, and what another
+    rank raised meanwhile.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    calls = _called(step, tokens, rank)
-    batches = [row for call, ids in enumerate(step.rows) for row in _rows(tokens, rank, call, ids)]
-    gradients = {name: value.double().cpu() for name, value in step.gradients.items()}
-    count = sum(ids.numel() for ids in step.calls)
-    config = getattr(step.reference, "config", None)
+    mine: _OfRank | Exception
+    try:
+        mine = _of_this_rank(step, tokens, rank)
+    except Exception as error:
+        mine = error
+    everyones = _at_first_rank(mine)
+    if everyones is None:
+        return None
+    for each in everyones:
+        if isinstance(each, Exception):
+            raise each
+    return _as_one(step.reference, everyones, tokens)
+
+
+def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
     looked = look(
         step.outputs,
         step.parts,
-        tokens=count,
-        config=config,
+        tokens=sum(ids.numel() for ids in step.calls),
+        config=getattr(step.reference, "config", None),
         limit=OF[step.dtype].objective,
     )
-    mine = (gradients, calls, batches, step.loss, step.grad_norm, looked, step.dtype)
-    everyones = _of_all_ranks(mine)
-    of_ranks, all_calls, all_batches, losses, norms, all_looked, dtypes = zip(
-        *everyones, strict=True
+    return _OfRank(
+        {name: value.double().cpu() for name, value in step.gradients.items()},
+        _called(step, tokens, rank),
+        batches=[
+            row for call, ids in enumerate(step.rows) for row in _rows(tokens, rank, call, ids)
+        ],
+        looked=looked,
+        loss=step.loss,
+        norm=step.grad_norm,
+        dtype=step.dtype,
+        changed_at=step.changed_at,
+        not_finite_in=step.not_finite_in,
     )
-    called = [row for rows in all_calls for row in rows]
+
+
+def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> Record:
+    called = [row for each in everyones for row in each.calls]
     _require_ids_of_the_probe(called, tokens)
     used = {token for row in called for token in row.ids}
-    batched = [row for rows in all_batches for row in rows if set(row.ids) & used]
-    mean, apart = _mean(of_ranks)
-    dtype = coarsest(set(dtypes))
+    batched = [row for each in everyones for row in each.batches if set(row.ids) & used]
+    mean, apart = _mean([each.gradients for each in everyones])
+    dtype = coarsest({each.dtype for each in everyones})
+    looked = [each.looked for each in everyones if each.looked is not None]
     return Record(
         tokens,
-        step.reference,
-        ranks=len(of_ranks),
+        reference,
+        ranks=len(everyones),
         gradients=mean,
         apart=apart,
         calls=called,
         rows=batched or called,
         batched=bool(batched),
-        loss=_first(losses),
-        norm=_first(norms),
-        looked=None if None in all_looked else list(all_looked),
+        loss=_first(each.loss for each in everyones),
+        norm=_first(each.norm for each in everyones),
+        looked=looked if len(looked) == len(everyones) else None,
         dtype=dtype,
         tolerances=OF[dtype],
+        changed_at=max(each.changed_at for each in everyones),
+        not_finite_in=max(each.not_finite_in for each in everyones),
     )
 
 
-def _of_all_ranks(mine: Any) -> list[Any]:
-    """Returns an object of every rank. Collective if there is a process group."""
+def _at_first_rank(mine: Any) -> list[Any] | None:
+    """Returns an object of every rank on the first one, and None on others. Collective if there is
+    a process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    everyones = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyones)
     return everyones
+
+
+def of_first_rank(theirs: Any) -> Any:
+    """Returns what the first rank gives. Collective if there is a process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return theirs
+    given = [theirs]
+    dist.broadcast_object_list(given)
+    return given[0]
 
 
 def _called(step: Step, tokens: Tokens, rank: int) -> list[Row]:
@@ -365,7 +446,7 @@ def _called(step: Step, tokens: Tokens, rank: int) -> list[Row]:
     ]
 
 
-def _first(values: Sequence[float | None]) -> float | None:
+def _first(values: Iterable[float | None]) -> float | None:
     """Returns the first number that a rank has."""
     return next((value for value in values if value is not None), None)
 

@@ -81,6 +81,8 @@ class Reference:
                 f"the reference has no parameter {min(unknown)}: name gradients as "
                 f"{next(iter(named))}"
             )
+        self.order = list(named)
+        """Names of all parameters in the order of the model."""
         self.named = {name: named[name] for name in record.gradients}
         self.missing = {
             name: weight

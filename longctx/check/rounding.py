@@ -9,9 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from .contexts import Context, Sequence
+from .errors import CheckError
 from .looked import cross_entropies, final_logits
 from .probe import experts_of
-from .record import CheckError, Record
+from .record import Record
 from .reference import Prediction, Reference
 from .tolerances import FLOAT32, NAMES, Tolerances
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from .causes import FirstOff, cause_of
 from .contexts import APART, Context, Sequence
 from .fit import Fit, Pair, Shown
 from .looked import Looked
@@ -59,6 +60,7 @@ def fit_shown(
         slopes = {sequence: each * factor for sequence, each in slopes.items()}
         scaled = True
     limit = record.tolerances.objective
+    off = seen.first_off()
     shown = Shown(
         seen.known,
         objective={each.number: each.left for each in seen.tokens if not each.left <= limit},
@@ -66,7 +68,8 @@ def fit_shown(
         after=after,
         scaled=scaled,
         alike=seen.alike(),
-        first_off=seen.first_off(),
+        first_off=off.part if off is not None else "",
+        cause=cause_of(off, record.tokens, reference) if off is not None else None,
         slopes=slopes,
     )
     return Fit(
@@ -221,47 +224,54 @@ class Seen:
                 found[context.name] = None
         return list(found)
 
-    def first_off(self) -> str:
-        """Returns the name of the first part of a layer whose output differs from the reference's
-        for a token whose hidden state no context has; "" if none does."""
-        wrong = {index for index in self._real if not self.known[self.tokens[index].number]}
-        numbers = {self.tokens[index].number for index in wrong}
-        names = set.intersection(*(set(each.parts) for each in self._looked))
-        outputs = {name: torch.cat([each.parts[name] for each in self._looked]) for name in names}
-        sequences = dict.fromkeys(
-            sequence
-            for context in self.contexts.values()
-            for sequence in context.sequences
-            if not numbers.isdisjoint(sequence.numbers)
-        )
-        rightly = [(sequence, self._reference.parts(sequence)) for sequence in sequences]
-        in_order = list(rightly[0][1]) if rightly else []
-        for name in in_order:
-            for sequence, expected in rightly:
-                if name in outputs and self._differs(
-                    sequence, outputs[name], expected=expected[name], wrong=wrong
-                ):
-                    return name
-        return ""
-
-    def _differs(
-        self,
-        sequence: Sequence,
-        found: torch.Tensor,
-        *,
-        expected: torch.Tensor,
-        wrong: set[int],
-    ) -> bool:
-        """Returns whether a part's output differs for a wrong token of a sequence."""
-        places = {number: at for at, number in enumerate(sequence.numbers)}
-        for index in wrong:
-            place = places.get(self.tokens[index].number)
-            if place is None:
+    def first_off(self) -> FirstOff | None:
+        """Returns the first part of a layer whose output differs from the reference's for a token
+        whose hidden state no context has; None if none does."""
+        unknown = {index for index in self._real if not self.known[self.tokens[index].number]}
+        if not unknown:
+            return None
+        places = self._right_places()
+        sequences = list(dict.fromkeys(sequence for sequence, _ in places.values()))
+        offset = dict[Sequence, int]()
+        total = 0
+        for sequence in sequences:
+            offset[sequence] = total
+            total += len(sequence.numbers)
+        indices = list(places)
+        rows = [offset[sequence] + at for sequence, at in places.values()]
+        expected = [self._reference.parts(sequence) for sequence in sequences]
+        for part in expected[0]:
+            if any(part not in each.parts for each in self._looked):
                 continue
-            right = expected[place]
-            if not float((found[index] - right).norm()) <= self._limit * float(right.norm()):
-                return True
-        return False
+            found = torch.cat([each.parts[part] for each in self._looked])[indices]
+            right = torch.cat([each[part] for each in expected])[rows]
+            same = (found - right).norm(dim=1) <= self._limit * right.norm(dim=1)
+            wrong = [at for at, index in enumerate(indices) if index in unknown and not same[at]]
+            if wrong:
+                return FirstOff(
+                    part,
+                    [self.tokens[index].number for index in indices],
+                    found=found,
+                    right=right,
+                    wrong=wrong,
+                    sequences=sequences,
+                    limit=self._limit,
+                )
+        return None
+
+    def _right_places(self) -> dict[int, tuple[Sequence, int]]:
+        """Returns the place of each token, by its index, in the sequences of its document's
+        context; of a token that is in several calls, once."""
+        found = dict[int, tuple[Sequence, int]]()
+        taken = set[int]()
+        for index in sorted(self._real):
+            number = self.tokens[index].number
+            context = self.contexts[self._probe.document[number]]
+            holder = next((each for each in context.sequences if number in each.numbers), None)
+            if holder is not None and number not in taken:
+                found[index] = holder, holder.numbers.index(number)
+                taken.add(number)
+        return found
 
 
 def _tokens(record: Record, looked: list[Looked]) -> list[Token]:

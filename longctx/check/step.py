@@ -19,7 +19,7 @@ from .fit import Fitter
 from .not_tested import lines as lines_of_untested
 from .not_tested import not_tested
 from .probe import PROBES, Probe, Tokens
-from .record import Step, gather
+from .record import Record, Step, gather, of_first_rank
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown
@@ -154,7 +154,31 @@ def _step(made: Any, probe: Probe) -> Step:
 
 
 def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
-    record = gather(step, Tokens(probe))
+    """Returns the verdict of the first rank, which alone has all gradients, on every rank."""
+    outcome: Verdict | Exception | None = None
+    try:
+        record = gather(step, Tokens(probe))
+        if record is not None:
+            outcome = _verdict_on(record, probe, allow)
+    except Exception as error:
+        outcome = error
+    told = of_first_rank(_to_tell(outcome))
+    if isinstance(outcome, Exception):
+        raise outcome
+    if isinstance(told, Exception):
+        raise told
+    verdict: Verdict = told
+    return verdict
+
+
+def _to_tell(outcome: Verdict | Exception | None) -> Verdict | Exception | None:
+    """Returns what other ranks can read of an outcome."""
+    if isinstance(outcome, Exception) and not isinstance(outcome, CheckError):
+        return RuntimeError(f"the first rank failed: {type(outcome).__name__}: {outcome}")
+    return outcome
+
+
+def _verdict_on(record: Record, probe: Probe, allow: Sequence[str]) -> Verdict:
     if not record.gradients:
         raise CheckError("no parameter has a gradient: was the step read after zero_grad?")
     if wrong := not_finite(record):

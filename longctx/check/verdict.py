@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
 
-import torch
-
+from .causes import KINDS as CAUSES
+from .changes import ROUNDED, change_of_gradient
 from .contexts import APART, Sequence
 from .contexts import FAULTS as CONTEXTS
 from .errors import UsageError
@@ -22,8 +22,10 @@ from .numbers import largest
 from .probe import END, PAD
 from .record import Record, Tensors
 from .reference import Gradients, Prediction, Reference
+from .variants import KINDS as VARIANTS
 
 NOT_FINITE = "gradients are not finite"
+WEIGHTS_CHANGED = "weights change within the step"
 NO_GRADIENT = "trained parameters have no gradient"
 MISSING = "documents are missing in the step"
 APART_RANKS = "gradients differ between ranks"
@@ -42,29 +44,19 @@ OBJECTIVE_OTHER = "the objective is not the cross-entropy of one id for each tok
 ATTENTION = re.compile(r"att(?!\w*norm)|mixer")
 """What names of parts have that mix tokens."""
 CHANGED = "gradients are changed after backward"
-ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-"""Types to which gradients may have been rounded, in words."""
 LOGGED_LOSS = "the logged loss is wrong"
 LOGGED_NORM = "the logged gradient norm is wrong"
 UNEXPLAINED = "the gradient is that of no known fault"
 NOT_SHIFTED = "labels are not shifted: tokens predict themselves"
 SHIFTED_TWICE = "labels are shifted twice"
 OF_OTHERS = "labels belong to other tokens"
-ORDER = (
-    "hidden states of all tokens are wrong, also of first ones: weights, heads, or the order "
-    "of ranks"
-)
-SCORES = "attention is wrong for all tokens but first ones: scores, heads or positions"
-EXCHANGE = (
-    "attention is wrong where keys of other ranks are needed: their order, mask, or merging "
-    "by log-sum-exp"
-)
-SPLIT = "attention is wrong in documents that are split over ranks: the order or mask of keys"
-EDGE = (
-    "attention is wrong from an edge between ranks on: the order of their parts, or the mask of "
-    "documents"
-)
-REACH = "attention is wrong from a place in documents on: a window, or an offset"
+ORDER = "hidden states of all tokens are wrong, also of first ones"
+SCORES = "attention is wrong for all tokens but first ones"
+EXCHANGE = "attention is wrong where keys of other ranks are needed"
+SPLIT = "attention is wrong in documents that are split over ranks"
+EDGE = "attention is wrong from an edge between ranks on"
+LATER = "attention is wrong in all documents of a row but the first"
+REACH = "attention is wrong from a place in documents on"
 AFTER_SPLIT = (
     "labels are shifted after the split: tokens at an edge predict the next one on their rank"
 )
@@ -178,12 +170,11 @@ class Facts:
             real = [number for number in row.numbers if number >= 0]
             for number in real:
                 self.of_row[number] = real[0]
-        wanted = Counter(tokens.document[number] for number, _ in self.wanted)
-        kept = Counter(tokens.document[number] for number, _ in self.kept)
-        self.untrained = set[int]()
-        for document, count in wanted.items():
-            if count > 1 and not kept[document]:
-                self.untrained.add(document)
+        kept = {tokens.document[number] for number, _ in self.kept}
+        self.untrained = {tokens.document[number] for number, _ in self.wanted} - kept
+        kept_calls = {self.at[number][:2] for number, _ in self.kept if number in self.at}
+        wanted_calls = {self.at[number][:2] for number, _ in self.wanted if number in self.at}
+        self.untrained_calls = wanted_calls - kept_calls if len(wanted_calls) > 1 else set()
         self.reach = min((tokens.place[number] for number in self.unknown), default=0)
         self.edge = len(tokens.ids)
         for number in range(1, min(self.unknown, default=0) + 1):
@@ -197,6 +188,13 @@ class Facts:
         if after is None:
             return None
         return self.tokens.ids[after]
+
+    def begins_answer(self, number: int) -> bool:
+        """Returns whether a token is the first with a loss of a document with a prompt."""
+        document = self.tokens.document[number]
+        place = self.tokens.place[number]
+        probe = self.tokens.probe
+        return bool(probe.prompt) and place > 1 and not probe.trained(document, place - 1)
 
     def rank(self, number: int) -> int:
         if number in self.at:
@@ -254,9 +252,7 @@ PLACES: dict[str, Callable[[Facts, int], bool]] = {
     EXCHANGE: lambda f, n: f.split(range(n - f.tokens.place[n], n + 1)),
     SPLIT: lambda f, n: f.split(f.tokens.of(f.tokens.document[n])),
     EDGE: lambda f, n: n >= f.edge,
-    "documents of a row are mixed": lambda f, n: (
-        f.tokens.document[n] != f.tokens.document[f.of_row.get(n, n)]
-    ),
+    LATER: lambda f, n: f.tokens.document[n] != f.tokens.document[f.of_row.get(n, n)],
     REACH: lambda f, n: f.tokens.place[n] >= f.reach,
 }
 """Where hidden states are of no context: for these tokens alone, of all ranks or of one."""
@@ -281,12 +277,15 @@ EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
 }
 """What a token predicts, and should not."""
 
+UNTRAINED = "predictions have no loss"
 LOST: dict[str, Callable[[Facts, int], bool]] = {
     "documents are cut short: tokens are in no call": lambda f, n: not f.count[n],
+    "micro-batches have no loss": lambda f, n: f.at[n][:2] in f.untrained_calls,
     "documents have no loss": lambda f, n: f.tokens.document[n] in f.untrained,
+    "first tokens of answers have no loss": lambda f, n: f.begins_answer(n),
     "first tokens of the later parts of documents have no loss": lambda f, n: n in f.starts,
     "last tokens have no loss": lambda f, n: f.id_after(n, 1) is None,
-    "predictions have no loss": lambda f, n: True,
+    UNTRAINED: lambda f, n: True,
 }
 """Which token should be predicted, and is not."""
 
@@ -303,7 +302,7 @@ MEANS: dict[str, Callable[[Facts, int], object]] = {
 def kinds() -> list[str]:
     """Returns the kinds of all faults, also of the one without a name."""
     of_documents = (MISSING, SAME_DATA, REPEATED, FILLED)
-    several = (NOT_FINITE, NO_GRADIENT, APART_RANKS, HIDDEN, WEIGHTS)
+    several = (NOT_FINITE, WEIGHTS_CHANGED, NO_GRADIENT, APART_RANKS, HIDDEN, WEIGHTS)
     of_numbers = (SCALE, OBJECTIVE_OTHER, CHANGED, BACKWARD_WRONG, LOGGED_LOSS, LOGGED_NORM)
     by_groups = [words.format(name) for words in (MEAN_OF_MEANS, WEIGHTS_BY) for name in MEANS]
     return [
@@ -314,6 +313,8 @@ def kinds() -> list[str]:
         *by_groups,
         *CONTEXTS,
         *PLACES,
+        *CAUSES,
+        *VARIANTS,
         *EXTRA,
         *LOST,
     ]
@@ -346,7 +347,10 @@ def not_finite(record: Record) -> list[Finding]:
     if not names:
         return []
     count = f"{len(names)} of {len(record.gradients)} parameters"
-    found = [Finding(NOT_FINITE, f"NaN or infinity in {count}: {_suffixes(names)}")]
+    details = f"NaN or infinity in {count}: {_suffixes(names)}"
+    if record.not_finite_in:
+        details += f"; first in the output of {record.not_finite_in}"
+    found = [Finding(NOT_FINITE, details)]
     if record.loss is not None and not isfinite(record.loss):
         found.append(Finding(LOGGED_LOSS, f"it is {record.loss}"))
     if record.norm is not None and isfinite(record.norm):
@@ -364,6 +368,10 @@ def findings(facts: Facts) -> Iterator[Finding]:
         )
         return
     yield from _apart(record)
+    if record.changed_at:
+        calls = 1 + max(row.call for row in record.calls)
+        yield Finding(WEIGHTS_CHANGED, f"before call {record.changed_at} of 0 to {calls - 1}")
+        return
     if not fit.exact:
         names = ", ".join(dict.fromkeys(context.name for context in fit.contexts.values()))
         yield Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {fit.residual:.1%} of it")
@@ -458,6 +466,10 @@ def _contexts(facts: Facts) -> Iterator[Finding]:
 def _places(facts: Facts) -> Iterator[Finding]:
     if not facts.unknown:
         return
+    shown = facts.fit.shown
+    if shown is not None and shown.cause is not None:
+        yield Finding(shown.cause.kind, shown.cause.details)
+        return
     tokens = facts.tokens
     ranks = range(facts.record.ranks) if facts.record.ranks > 1 else ()
     first = (
@@ -497,26 +509,41 @@ def _extra(facts: Facts) -> list[Finding]:
             documents = facts.named(number for number in owners if number >= 0)
         else:
             documents = ""
-        findings.append(
-            Finding(kind, f"{len(pairs)} predictions, {documents}" if documents else "")
-        )
+        if not documents:
+            details = ""
+        elif min(number for number, _ in pairs) < 0:  # padding is counted once for each id
+            details = documents
+        else:
+            details = f"{len(pairs)} predictions, {documents}"
+        findings.append(Finding(kind, details))
     return findings
 
 
 def _lost(facts: Facts) -> Iterator[Finding]:
-    found = defaultdict[str, list[int]](list)
     predicting = {number for number, _ in facts.extra}
     predicted = {target for _, target in facts.extra}
-    for number, target in facts.lost:
-        # Neither by another token, nor in favour of another id.
-        if target not in predicted and number not in predicting:
-            found[next(kind for kind, holds in LOST.items() if holds(facts, number + 1))].append(
-                number
-            )
-    for kind, numbers in found.items():
-        yield Finding(
-            kind, f"{len(numbers)} of {len(facts.wanted)} targets, {facts.named(numbers)}"
-        )
+    # Neither by another token, nor in favour of another id.
+    lost = [
+        number
+        for number, target in facts.lost
+        if target not in predicted and number not in predicting
+    ]
+    for kind, numbers in _kinds_of_lost(facts, lost).items():
+        details = f"{len(numbers)} of {len(facts.wanted)} targets, {facts.named(numbers)}"
+        yield Finding(kind, details)
+
+
+def _kinds_of_lost(facts: Facts, numbers: list[int]) -> dict[str, list[int]]:
+    """Returns tokens whose prediction has no loss by kind: one kind for all, or else each token's
+    first."""
+    for kind, holds in LOST.items():
+        if kind != UNTRAINED and numbers and all(holds(facts, number + 1) for number in numbers):
+            return {kind: numbers}
+    found = defaultdict[str, list[int]](list)
+    for number in numbers:
+        kind = next(kind for kind, holds in LOST.items() if holds(facts, number + 1))
+        found[kind].append(number)
+    return found
 
 
 def _weights(facts: Facts) -> Iterator[Finding]:
@@ -553,15 +580,33 @@ def _by_groups(facts: Facts) -> Iterator[Finding]:
             even[name] = list(groups.values())
     for name, several in even.items():
         if facts.even(map(sum, several)):
-            yield Finding(MEAN_OF_MEANS.format(name), f"each of {len(several)} counts alike")
+            yield Finding(MEAN_OF_MEANS.format(name), _as_means(facts, several))
             return
     for name, several in even.items():
-        first = ", ".join(f"{each[0]:.3g}" for each in several[:4])
-        yield Finding(WEIGHTS_BY.format(name), f"{first} times 1/N")
+        yield Finding(WEIGHTS_BY.format(name), f"{_values(several)} times 1/N")
         return
     least = min(facts.kept.values())
     most = max(facts.kept.values())
     yield Finding(WEIGHTS, f"from {least:.3g} to {most:.3g} times 1/N")
+
+
+def _as_means(facts: Facts, several: list[list[float]]) -> str:
+    """Returns in words that groups count alike, and what their sum is, if it is not 1."""
+    words = f"each of {len(several)} counts alike"
+    total = sum(map(sum, several)) / len(facts.wanted)
+    if abs(total - 1) < facts.same:
+        return words
+    return f"{words}, and all together {total:.3g} times as much as they should"
+
+
+def _values(several: list[list[float]]) -> str:
+    """Returns the weights of groups in words, how often each is there, at most four."""
+    counts = Counter(f"{each[0]:.3g}" for each in several)
+    if len(counts) == len(several):
+        shown = list(counts)
+    else:
+        shown = [f"{value} ({count} of them)" for value, count in counts.items()]
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
 def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
@@ -641,17 +686,18 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
         return  # all gradients were fitted at once: nothing is left to compare
     sizes = {name: float(value.norm()) for name, value in gradients.items()}
     least = 1e-3 * largest(sizes.values())
+    layers = _layers(facts.reference.order)
     off = defaultdict[int, dict[str, str]](dict)
     for name, expected in gradients.items():
         found = facts.record.gradients[name]
         limit = facts.limits.of_parameter(name)
         if not float((found - expected).norm()) <= limit * max(sizes[name], least):
-            off[_layer(name)][name] = _compared(found, expected, limit=limit)
+            off[layers[name]][name] = change_of_gradient(found, expected, gradients, limit=limit)
     if not off:
         return
     last = max(off)
     details = _suffixes(off[last])
-    if last >= 0:
+    if 0 <= last < BEHIND:
         details += f" in layer {last}"
     details += ": " + ", ".join(sorted(set(off[last].values())))
     before = sum(map(len, off.values())) - len(off[last])
@@ -660,22 +706,21 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
     yield Finding(BACKWARD_WRONG, details)
 
 
-def _layer(name: str) -> int:
-    """Returns the number of a parameter's layer; -1 if it is in none."""
-    for part in name.split("."):
-        if part.isdigit():
-            return int(part)
-    return -1
+BEHIND = 1 << 30
+"""Number of a layer that parameters behind all layers count as being in."""
 
 
-def _compared(found: torch.Tensor, expected: torch.Tensor, *, limit: float) -> str:
-    """Returns in words what a gradient is that is not the expected one."""
-    if not found.any():
-        return "none"
-    ratio = float((found * expected).sum()) / max(float(expected.norm()) ** 2, 1e-300)
-    if float((found - ratio * expected).norm()) < limit * float(found.norm()):
-        return f"{ratio:.3g} times what it should be"
-    return "another"
+def _layers(names: Iterable[str]) -> dict[str, int]:
+    """Returns the number of the layer of each parameter: -1 before all layers, BEHIND behind them;
+    names are in the order of the model."""
+    found = dict[str, int]()
+    outside = -1
+    for name in names:
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if number is not None:
+            outside = BEHIND
+        found[name] = outside if number is None else number
+    return found
 
 
 def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:

@@ -1,0 +1,219 @@
+"""Attention of one layer, head by head: which keys a token saw, and with which scores, from what
+the layer returned.
+
+The reference gives queries, keys and values of all tokens; what the layer returns is linear in what
+heads return, so that it tells the latter. A run of keys in the order of their row is tried for
+every begin and end at once: softmax over runs are differences of cumulative sums.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface
+
+from .contexts import Sequence
+from .reference import Reference
+
+NAME = "longctx_check"
+"""Of the attention function that keeps heads."""
+MANY = 48
+"""Most tokens whose keys are looked for."""
+
+
+class Heads(NamedTuple):
+    """Heads of one attention layer for tokens in the order of a row, in float64.
+
+    Attributes:
+        numbers: of the tokens.
+        queries, keys, values: [tokens, heads, d], those of keys and values repeated for queries.
+        returned: what heads return in the reference [tokens, heads, d].
+        scaling: of scores.
+        cap: of scores; 0: none.
+        sinks: scores of no key, by head; None: none.
+    """
+
+    numbers: list[int]
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    returned: torch.Tensor
+    scaling: float
+    cap: float
+    sinks: torch.Tensor | None
+
+
+class _Kept:
+    """What the attention function keeps of the layer that is looked at."""
+
+    def __init__(self) -> None:
+        self.layer: Any = None
+        self.calls: list[dict[str, Any]] = []
+
+
+_KEPT = _Kept()
+
+
+def _attend(
+    module: Any,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Eager attention of [1, heads, tokens, d], as transformers compute it."""
+    scale = scaling if scaling is not None else queries.shape[-1] ** -0.5
+    group = queries.shape[1] // keys.shape[1]
+    keys = keys.repeat_interleave(group, 1)
+    values = values.repeat_interleave(group, 1)
+    scores = _scores(queries, keys, scaling=scale, cap=softcap or 0.0)
+    if mask is not None:
+        scores = scores + mask[..., : keys.shape[-2]]
+    likely = _softmax(scores, s_aux)
+    returned = (likely @ values).transpose(1, 2).contiguous()
+    if module is _KEPT.layer:
+        kept = {"queries": queries, "keys": keys, "values": values}
+        each = {name: value[0].transpose(0, 1).detach() for name, value in kept.items()}
+        _KEPT.calls.append(
+            {
+                "returned": returned[0].detach(),
+                "scaling": scale,
+                "cap": softcap or 0.0,
+                "sinks": s_aux,
+            }
+            | each
+        )
+    return returned, None
+
+
+AttentionInterface.register(NAME, _attend)
+
+
+def _scores(
+    queries: torch.Tensor, keys: torch.Tensor, *, scaling: float, cap: float
+) -> torch.Tensor:
+    """Returns scores of [.., queries, d] and [.., keys, d]."""
+    scores = queries @ keys.transpose(-1, -2) * scaling
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    return scores
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Returns the softmax of [.., heads, queries, keys], with a sink for each head if there are
+    some."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.detach().to(scores)[:, None, None].expand(*scores.shape[-3:-1], 1)
+    column = column.expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+
+
+def heads_of(reference: Reference, part: str, sequences: Iterable[Sequence]) -> Heads | None:
+    """Returns the heads of an attention layer in these sequences, one after the other; None if the
+    layer does not attend through transformers' interface."""
+    layer = reference.model.get_submodule(part)
+    before = reference.config._attn_implementation
+    numbers = list[int]()
+    _KEPT.layer = layer
+    _KEPT.calls = []
+    reference.model.set_attn_implementation(NAME)
+    try:
+        with torch.no_grad():
+            for sequence in sequences:
+                reference.logits(sequence)
+                numbers += sequence.numbers
+    except (RuntimeError, ValueError, TypeError):
+        return None
+    finally:
+        reference.model.set_attn_implementation(before)
+        _KEPT.layer = None
+    calls = _KEPT.calls
+    if sum(len(call["queries"]) for call in calls) != len(numbers):
+        return None
+    return Heads(
+        numbers,
+        torch.cat([call["queries"] for call in calls]),
+        keys=torch.cat([call["keys"] for call in calls]),
+        values=torch.cat([call["values"] for call in calls]),
+        returned=torch.cat([call["returned"] for call in calls]),
+        scaling=calls[0]["scaling"],
+        cap=calls[0]["cap"],
+        sinks=calls[0]["sinks"],
+    )
+
+
+def of_heads(
+    heads: Heads, right: torch.Tensor, found: torch.Tensor, *, limit: float
+) -> torch.Tensor | None:
+    """Returns what heads returned in the step [tokens, heads, d], of what the layer did [tokens,
+    width]; None where the layer is not linear in it. `right`: what the layer returns in the
+    reference."""
+    flat = heads.returned.flatten(1)
+    ones = torch.ones(len(flat), 1, dtype=flat.dtype)
+    inputs = torch.cat([flat, ones], 1)
+    if len(inputs) <= inputs.shape[1]:
+        return None
+    linear = torch.linalg.lstsq(inputs, right, driver="gelsd").solution
+    if not float((inputs @ linear - right).norm()) <= 1e-6 * float(right.norm()):
+        return None
+    matrix = linear[:-1]
+    if torch.linalg.matrix_rank(matrix) < len(matrix):
+        return None
+    solved: torch.Tensor = torch.linalg.lstsq(
+        matrix.T, (found - linear[-1]).T, driver="gelsd"
+    ).solution.T
+    explained = solved @ matrix + linear[-1]
+    if not float((explained - found).norm()) <= limit * float(found.norm()):
+        return None
+    return solved.reshape(heads.returned.shape)
+
+
+class Run(NamedTuple):
+    """Keys that a token saw: from one place of the row to before another, and how far what heads
+    returned is from that."""
+
+    begin: int
+    end: int
+    apart: float
+
+
+def runs(heads: Heads, of: torch.Tensor, index: int, at: list[int]) -> Run:
+    """Returns the run of keys whose softmax is nearest to what some heads (`at`) of a token
+    returned [heads, d]."""
+    query = heads.queries[index, at][:, None]
+    keys = heads.keys[:, at].transpose(0, 1)
+    values = heads.values[:, at].transpose(0, 1)
+    scores = _scores(query, keys, scaling=heads.scaling, cap=heads.cap)[:, 0]
+    weights = (scores - scores.amax(1, keepdim=True)).exp()
+    total = torch.nn.functional.pad(weights.cumsum(1), (1, 0))
+    weighted = torch.nn.functional.pad((weights[:, :, None] * values).cumsum(1), (0, 0, 1, 0))
+    sums = total[:, None, :] - total[:, :, None]
+    if heads.sinks is not None:
+        sink = heads.sinks.detach().double()[at][:, None] - scores.amax(1, keepdim=True)
+        sums = sums + sink.exp()[:, :, None]
+    means = (weighted[:, None] - weighted[:, :, None]) / sums.clamp_min(1e-300)[..., None]
+    wanted = of[at]
+    apart = (means - wanted[:, None, None]).square().sum((0, 3)).sqrt() / wanted.norm()
+    valid = torch.ones(apart.shape, dtype=torch.bool).triu(1)
+    apart = apart.masked_fill(~valid, float("inf"))
+    place = int(apart.argmin())
+    begin, end = divmod(place, apart.shape[1])
+    return Run(begin, end, float(apart.flatten()[place]))
+
+
+def with_scores(heads: Heads, seen: torch.Tensor, factor: float, sinks: Any) -> torch.Tensor:
+    """Returns what heads return [tokens, heads, d] if scores are multiplied by a factor; `seen`:
+    [tokens, tokens]."""
+    scores = _scores(
+        heads.queries.transpose(0, 1),
+        heads.keys.transpose(0, 1),
+        scaling=heads.scaling * factor,
+        cap=heads.cap,
+    )
+    likely = _softmax(scores.masked_fill(~seen, float("-inf")), sinks)
+    return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)

@@ -1,0 +1,217 @@
+"""Variants: what models of public trainers computed otherwise, done to the reference, to see which
+one explains a wrong part of a layer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from .reference import Reference
+
+EPSILON = "norms have another epsilon"
+ROTARY = "positions are encoded otherwise"
+ADAPTERS = "adapters have another scale"
+EXPERTS = "experts are chosen or weighed otherwise"
+ACTIVATION = "another activation function is computed"
+WINDOW = "sliding windows have another width"
+CAPS = "scores of attention are capped otherwise"
+KINDS = (EPSILON, ROTARY, ADAPTERS, EXPERTS, ACTIVATION, WINDOW, CAPS)
+
+EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+NAMES_OF_EPSILON = ("variance_epsilon", "eps", "epsilon")
+CAP = "attn_logit_softcapping"
+
+
+class Setting(NamedTuple):
+    """An attribute of an object, and its value in a variant."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+class Variant(NamedTuple):
+    """A kind of fault, what it would be in words, and the settings that make it."""
+
+    kind: str
+    details: str
+    settings: list[Setting]
+
+    @contextmanager
+    def done(self) -> Iterator[None]:
+        """Has the reference compute it meanwhile."""
+        kept = [getattr(each.owner, each.name) for each in self.settings]
+        for each in self.settings:
+            setattr(each.owner, each.name, each.value)
+        try:
+            yield
+        finally:
+            for each, value in zip(self.settings, kept, strict=True):
+                setattr(each.owner, each.name, value)
+
+
+def variants(reference: Reference) -> list[Variant]:
+    """Returns all variants that change something in a model."""
+    modules = [*reference.model.modules()]
+    every = [
+        *_epsilons(modules),
+        *_rotary(modules, reference.config),
+        *_adapters(modules),
+        *_experts(modules),
+        *_activations(modules),
+        *_windows(reference),
+        *_caps(modules),
+    ]
+    return [variant for variant in every if variant.settings]
+
+
+def _epsilons(modules: list[Any]) -> Iterator[Variant]:
+    for value in EPSILONS:
+        settings = [
+            Setting(module, name, value)
+            for module in modules
+            for name in NAMES_OF_EPSILON
+            if "norm" in type(module).__name__.lower()
+            and _number(module, name) not in (None, value)
+        ]
+        yield Variant(EPSILON, f"{value:g}", settings)
+
+
+def _number(module: Any, name: str) -> float | None:
+    value = getattr(module, name, None)
+    return value if isinstance(value, float) else None
+
+
+def _rotary(modules: list[Any], config: Any) -> Iterator[Variant]:
+    """Yields variants of the frequencies of RoPE."""
+    frequencies = [
+        (module, name, value)
+        for module in modules
+        for name, value in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original" not in name
+    ]
+
+    def all_of(change: Callable[[torch.Tensor], torch.Tensor]) -> list[Setting]:
+        return [Setting(module, name, change(value)) for module, name, value in frequencies]
+
+    yield Variant(ROTARY, "without RoPE", all_of(torch.zeros_like))
+    yield Variant(ROTARY, "RoPE turns backwards", all_of(torch.neg))
+    yield Variant(
+        ROTARY,
+        "frequencies of RoPE are rounded to bfloat16",
+        all_of(_as_bfloat16),
+    )
+    yield Variant(
+        ROTARY,
+        "sines and cosines of RoPE are rounded to bfloat16",
+        [
+            Setting(module, "forward", _rounding(module.forward))
+            for module in {id(module): module for module, _, _ in frequencies}.values()
+        ],
+    )
+    factors = [
+        Setting(module, "attention_scaling", 1.0)
+        for module, _, _ in frequencies
+        if getattr(module, "attention_scaling", 1.0) != 1.0
+    ]
+    for theta in dict.fromkeys((_theta(config), 1e4, 5e5, 1e6)):
+        settings = all_of(partial(_plain_frequencies, theta=theta))
+        changed = any(
+            not torch.equal(each.value, getattr(each.owner, each.name)) for each in settings
+        )
+        words = f"RoPE has a theta of {theta:,.0f} and no scaling"
+        yield Variant(ROTARY, words, [*settings, *factors] if changed or factors else [])
+
+
+def _as_bfloat16(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.bfloat16).to(value.dtype)
+
+
+def _rounding(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward of RoPE whose results are rounded to bfloat16."""
+
+    def rounded(*inputs: Any, **named: Any) -> Any:
+        return tuple(_as_bfloat16(each) for each in forward(*inputs, **named))
+
+    return rounded
+
+
+def _theta(config: Any) -> float:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 1e4)
+
+
+def _plain_frequencies(like: torch.Tensor, theta: float) -> torch.Tensor:
+    exponents = torch.arange(len(like), dtype=like.dtype) / len(like)
+    return 1.0 / theta**exponents
+
+
+def _adapters(modules: list[Any]) -> Iterator[Variant]:
+    """Yields variants of how LoRA's updates are multiplied, alpha / r by default."""
+    layers = [module for module in modules if isinstance(getattr(module, "scaling", None), dict)]
+    layers = [module for module in layers if getattr(module, "lora_alpha", None)]
+
+    def all_of(scale: Callable[[float, int], float]) -> list[Setting]:
+        found = []
+        for module in layers:
+            scales = {
+                name: scale(module.lora_alpha[name], module.r[name]) for name in module.scaling
+            }
+            if scales != module.scaling:
+                found.append(Setting(module, "scaling", scales))
+        return found
+
+    yield Variant(ADAPTERS, "they are left out", all_of(lambda alpha, r: 0.0))
+    yield Variant(ADAPTERS, "alpha, and not alpha / r", all_of(lambda alpha, r: alpha))
+    yield Variant(ADAPTERS, "1, and not alpha / r", all_of(lambda alpha, r: 1.0))
+    yield Variant(ADAPTERS, "alpha / √r", all_of(lambda alpha, r: alpha / r**0.5))
+    yield Variant(ADAPTERS, "alpha / r", all_of(lambda alpha, r: alpha / r))
+
+
+def _experts(modules: list[Any]) -> Iterator[Variant]:
+    routers = [module for module in modules if isinstance(getattr(module, "top_k", None), int)]
+    normalizing = [
+        each for each in modules if isinstance(getattr(each, "norm_topk_prob", None), bool)
+    ]
+    for more in (-1, 1):
+        settings = [
+            Setting(module, "top_k", module.top_k + more)
+            for module in routers
+            if 1 <= module.top_k + more <= getattr(module, "num_experts", module.top_k)
+        ]
+        words = f"{routers[0].top_k + more} for each token" if routers else ""
+        yield Variant(EXPERTS, words, settings)
+    changed = [Setting(each, "norm_topk_prob", not each.norm_topk_prob) for each in normalizing]
+    words = "weights of the chosen ones are normalized, or are not, against the config"
+    yield Variant(EXPERTS, words, changed)
+
+
+def _activations(modules: list[Any]) -> Iterator[Variant]:
+    from transformers.activations import ACT2FN
+
+    own = [
+        module for module in modules if isinstance(getattr(module, "act_fn", None), torch.nn.Module)
+    ]
+    for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
+        settings = [
+            Setting(module, "act_fn", ACT2FN[name])
+            for module in own
+            if type(module.act_fn) is not type(ACT2FN[name])
+        ]
+        yield Variant(ACTIVATION, name, settings)
+
+
+def _windows(reference: Reference) -> Iterator[Variant]:
+    window = reference.window
+    if window is None:
+        return
+    for width in (window - 1, window + 1, window // 2, 2 * window):
+        words = f"{width} tokens, and not {window}"
+        yield Variant(WINDOW, words, [Setting(reference, "window", width)])
+
+
+def _caps(modules: list[Any]) -> Iterator[Variant]:
+    settings = [Setting(module, CAP, None) for module in modules if getattr(module, CAP, None)]
+    yield Variant(CAPS, "not at all", settings)
