@@ -1,0 +1,242 @@
+"""Runs cases, prints every line that the checker says of them, and keeps the lines with what
+somebody has read in them."""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.check_hidden import parallel, plain
+from bench.check_hidden.cases import Case, Precision, distance, true_gradients
+from longctx.check import CheckError, Probe, Step, check_step
+
+RESULTS = Path(__file__).parents[1] / "results"
+STORE = RESULTS / "check_hidden.json"
+PAGE = RESULTS / "check_hidden.md"
+VERDICTS = ("named", "located", "unnamed", "missed", "misnamed", "right", "alarm", "refused")
+SMALLEST = 1e-6  # relative change of the gradient that is a fault
+ROUNDING = 2e-5  # relative error of a right step, in float32
+
+
+def cases() -> list[Case]:
+    return [*plain.CASES, *parallel.CASES]
+
+
+def side(case: Case) -> str:
+    """Returns which half of the faults a case belongs to."""
+    return "plain" if case in plain.CASES else "parallel"
+
+
+def processes() -> tuple[int, int]:
+    """Returns rank and number of processes."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def worst(value: float) -> float:
+    """Returns the largest value of all processes; infinity for what is no number."""
+    number = torch.tensor(value if value == value else float("inf"), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return float(number)
+
+
+def judge(case: Case) -> tuple[list[str], float]:
+    """Returns what the checker says of a case, and how far its gradients are from right ones."""
+    far = [0.0]
+    making = [False]
+
+    def make(probe: Probe) -> Step:
+        making[0] = True
+        step = case.make(probe)
+        making[0] = False
+        truth = true_gradients(case.model(probe), probe.rows)
+        far.append(distance(step.gradients, truth))
+        return step
+
+    try:
+        report = check_step(make, case.probes)
+        lines = report.lines()
+    except CheckError as error:
+        lines = [f"refused: {error}"]
+    except Exception as error:
+        if making[0]:
+            raise
+        lines = [f"crash of the checker: {type(error).__name__}: {error}"]
+    return lines, worst(max(far))
+
+
+def complaint(case: Case, far: float) -> str:
+    """Returns what is wrong with the case itself, in float32; "" if nothing is."""
+    if Precision.dtype is not torch.float32:
+        return ""
+    right = not case.fault or case.only_logged
+    if right and not far < ROUNDING:
+        return f"NO RIGHT SET-UP: its gradient is {far:.1e} off"
+    if not right and not far > SMALLEST:
+        return f"NO FAULT: its gradient is {far:.1e} off"
+    return ""
+
+
+def stored() -> dict[str, Any]:
+    if not STORE.exists():
+        return {}
+    content: dict[str, Any] = json.loads(STORE.read_text())
+    return content
+
+
+def key(case: Case) -> str:
+    """Returns the name of a case in the store."""
+    suffix = "" if Precision.dtype is torch.float32 else " [bfloat16]"
+    return case.name + suffix
+
+
+def keep(results: dict[str, Any]) -> None:
+    """Writes results, without a loss of those of other cases."""
+    names = {case.name for case in cases()}
+    whole = {
+        name: result
+        for name, result in {**stored(), **results}.items()
+        if name.removesuffix(" [bfloat16]") in names
+    }
+    text = json.dumps(whole, indent=1, ensure_ascii=False, sort_keys=True)
+    STORE.write_text(text + "\n")
+
+
+def entry(case: Case, lines: list[str]) -> dict[str, Any]:
+    """Returns what is kept of a case; readings are those of before."""
+    before = stored().get(key(case), {})
+    return {
+        "source": case.source,
+        "fault": case.fault,
+        "side": side(case),
+        "processes": case.processes,
+        "lines": lines,
+        "read": before.get("read"),
+    }
+
+
+def run(pattern: str) -> int:
+    """Runs the cases whose names match; returns 1 if a case is not what it says."""
+    rank, ranks = processes()
+    wrong = 0
+    for case in cases():
+        if case.processes != ranks or not re.search(pattern, case.name):
+            continue
+        start = time.perf_counter()
+        try:
+            lines, far = judge(case)
+        except Exception:
+            traceback.print_exc()
+            print(f"BROKEN {case.name}", flush=True)
+            if ranks > 1:
+                os._exit(1)  # others wait in a collective
+            wrong = 1
+            continue
+        if rank:
+            continue
+        seconds = time.perf_counter() - start
+        print(f"== {key(case)} ({far:.1e}, {seconds:.1f} s)\n   {case.fault or 'right'}")
+        problem = complaint(case, far)
+        if problem:
+            print("  ", problem)
+            wrong = 1
+        for line in lines:
+            print("   >", line)
+        sys.stdout.flush()
+        keep({key(case): entry(case, lines)})
+    return wrong
+
+
+# --- reading
+
+
+def reading(entry: dict[str, Any]) -> str:
+    """Returns the verdict of a case; "not read" or "not read again" without one of its lines."""
+    read = entry.get("read")
+    if read is None:
+        return "not read"
+    if read["lines"] != entry["lines"]:
+        return "not read again"
+    verdict: str = read["verdict"]
+    return verdict
+
+
+def read(path: Path) -> None:
+    """Takes readings over: a line is a verdict, a name and untrue sentences, with | between."""
+    whole = stored()
+    for line in path.read_text().splitlines():
+        if not line.strip():
+            continue
+        verdict, name, *untrue = [part.strip() for part in line.split("|")]
+        if verdict not in VERDICTS:
+            raise ValueError(f"no verdict: {verdict}")
+        case = whole[name]
+        case["read"] = {"verdict": verdict, "untrue": untrue, "lines": case["lines"]}
+    keep(whole)
+
+
+def score() -> None:
+    """Prints and writes how many cases have which verdict."""
+    counts: dict[tuple[str, str, str], Counter[str]] = {}
+    untrue: Counter[tuple[str, str, str]] = Counter()
+    for name, case in stored().items():
+        dtype = "bfloat16" if name.endswith("[bfloat16]") else "float32"
+        what = "faults" if case["fault"] else "right set-ups"
+        group = (case["side"], what, dtype)
+        verdict = reading(case)
+        counts.setdefault(group, Counter())[verdict] += 1
+        if verdict in VERDICTS and case["read"]["untrue"]:
+            untrue[group] += 1
+    columns = (*VERDICTS, "not read", "not read again")
+    head = ["", *columns, "with untrue sentences"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for group in sorted(counts):
+        cells = [str(counts[group][column] or "") for column in columns]
+        row = [", ".join(group), *cells, str(untrue[group] or "")]
+        lines.append("| " + " | ".join(row) + " |")
+    page = "\n".join(
+        [
+            "# Faults by somebody who has not read the checker",
+            "",
+            "`python -m bench.check_hidden score`; cases, lines and readings are in",
+            "check_hidden.json.",
+            "",
+            *lines,
+            "",
+        ]
+    )
+    PAGE.write_text(page)
+    print("\n".join(lines))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.check_hidden")
+    parser.add_argument("pattern", nargs="?", default="", help="a regex of names; score; read")
+    parser.add_argument("path", nargs="?", type=Path, help="a file of readings, for read")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    asked = parser.parse_args()
+    if asked.pattern == "score":
+        score()
+        return 0
+    if asked.pattern == "read":
+        read(asked.path)
+        return 0
+    Precision.dtype = getattr(torch, asked.dtype)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    return run(asked.pattern)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
