@@ -173,37 +173,89 @@ def of_heads(
     return solved.reshape(heads.returned.shape)
 
 
+ALONE = "sees"
+WITHOUT = "does not see"
+BESIDE = "also sees"
+WAYS = (WITHOUT, BESIDE, ALONE)
+"""How a run of keys tells what a token saw: it saw this run alone, or what it should see without
+it, or that and the run."""
+
+
 class Run(NamedTuple):
-    """Keys that a token saw: from one place of the row to before another, and how far what heads
-    returned is from that."""
+    """Keys of a token: from one place of the row to before another, what is with them, and how far
+    what heads returned is from that."""
 
     begin: int
     end: int
+    way: str
     apart: float
 
 
-def runs(heads: Heads, of: torch.Tensor, index: int, at: list[int]) -> Run:
+def runs(heads: Heads, of: torch.Tensor, index: int, *, at: list[int], seen: torch.Tensor) -> Run:
     """Returns the run of keys whose softmax is nearest to what some heads (`at`) of a token
-    returned [heads, d]."""
+    returned [heads, d]; `seen` [tokens]: which keys it should see."""
     query = heads.queries[index, at][:, None]
     keys = heads.keys[:, at].transpose(0, 1)
     values = heads.values[:, at].transpose(0, 1)
     scores = _scores(query, keys, scaling=heads.scaling, cap=heads.cap)[:, 0]
-    weights = (scores - scores.amax(1, keepdim=True)).exp()
+    shift = scores.amax(1, keepdim=True)
+    weights = (scores - shift).exp()
+    sink = torch.zeros(len(at), dtype=torch.float64)
+    if heads.sinks is not None:
+        sink = (heads.sinks.detach().double()[at] - shift[:, 0]).exp()
+    everything = torch.ones_like(seen)
+    sums, means = _of_runs(weights, values, everything)
+    seen_sums, seen_means = _of_runs(weights, values, seen)
+    other_sums, other_means = _of_runs(weights, values, ~seen)
+    total = seen_sums[:, 0, -1][:, None, None]
+    weighted = seen_means[:, 0, -1][:, None, None]
+    ways = {
+        ALONE: (sums, means),
+        WITHOUT: (total - seen_sums, weighted - seen_means),
+        BESIDE: (total + other_sums, weighted + other_means),
+    }
+    wanted = of[at]
+    found = Run(0, 0, ALONE, apart=float("inf"))
+    for way, (denominators, numerators) in ways.items():
+        divided = numerators / (denominators + sink[:, None, None]).clamp_min(1e-300)[..., None]
+        apart = (divided - wanted[:, None, None]).square().sum((0, 3)).sqrt() / wanted.norm()
+        valid = torch.ones(apart.shape, dtype=torch.bool).triu(1)
+        apart = apart.masked_fill(~valid, float("inf"))
+        begin, end = divmod(int(apart.argmin()), apart.shape[1])
+        least = float(apart[begin, end])
+        if least < CLEARLY * found.apart:
+            found = Run(begin, end, way, apart=least)
+    return found
+
+
+CLEARLY = 0.1
+"""Share of the difference of a run alone that the next way has to fall below."""
+
+
+def _of_runs(
+    weights: torch.Tensor, values: torch.Tensor, which: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns sums of weights [heads, begin, end] over runs, and of weighted values [.., d], of the
+    keys that `which` has."""
+    weights = weights * which
     total = torch.nn.functional.pad(weights.cumsum(1), (1, 0))
     weighted = torch.nn.functional.pad((weights[:, :, None] * values).cumsum(1), (0, 0, 1, 0))
-    sums = total[:, None, :] - total[:, :, None]
-    if heads.sinks is not None:
-        sink = heads.sinks.detach().double()[at][:, None] - scores.amax(1, keepdim=True)
-        sums = sums + sink.exp()[:, :, None]
-    means = (weighted[:, None] - weighted[:, :, None]) / sums.clamp_min(1e-300)[..., None]
-    wanted = of[at]
-    apart = (means - wanted[:, None, None]).square().sum((0, 3)).sqrt() / wanted.norm()
-    valid = torch.ones(apart.shape, dtype=torch.bool).triu(1)
-    apart = apart.masked_fill(~valid, float("inf"))
-    place = int(apart.argmin())
-    begin, end = divmod(place, apart.shape[1])
-    return Run(begin, end, float(apart.flatten()[place]))
+    return (
+        total[:, None, :] - total[:, :, None],
+        weighted[:, None] - weighted[:, :, None],
+    )
+
+
+def with_slope(heads: Heads, seen: torch.Tensor, slope: float, head: int) -> torch.Tensor:
+    """Returns what a head returns [tokens, d] if scores fall by a number for each token of
+    distance."""
+    scores = _scores(
+        heads.queries[:, head], heads.keys[:, head], scaling=heads.scaling, cap=heads.cap
+    )
+    places = torch.tensor(heads.numbers)
+    distances = (places[:, None] - places).double()
+    scores = (scores - slope * distances).masked_fill(~seen, float("-inf"))
+    return torch.softmax(scores, -1) @ heads.values[:, head]
 
 
 def with_scores(heads: Heads, seen: torch.Tensor, factor: float, sinks: Any) -> torch.Tensor:

@@ -1,25 +1,43 @@
 """Causes: why the first part of a layer whose output is wrong is so, where that can be told."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from .attended import MANY, Heads, Run, heads_of, of_heads, runs, with_scores
-from .changes import change_of_order, change_of_rows
+from .attended import (
+    ALONE,
+    MANY,
+    WAYS,
+    Heads,
+    Run,
+    heads_of,
+    of_heads,
+    runs,
+    with_scores,
+    with_slope,
+)
+from .changes import change_of_order, change_of_rows, change_of_sizes
 from .contexts import Sequence
+from .looked import INPUT, OUTPUT
+from .objectives import nearest
 from .probe import Tokens
 from .reference import Reference
 from .variants import variants
 
-PART_CHANGED = "the output of a part of a layer is changed"
+PART_CHANGED = "hidden states are changed on their way"
 TOKENS_SWAPPED = "tokens have the hidden states of other tokens"
 KEYS = "tokens see other keys than they should"
 SCALE_OF_SCORES = "scores of attention have another scale"
 SINKS = "sinks of attention are ignored, or there is one too many"
 HEADS = "heads of keys belong to other heads of queries"
-KINDS = (PART_CHANGED, TOKENS_SWAPPED, KEYS, SCALE_OF_SCORES, SINKS, HEADS)
+DISTANCES = "scores of attention fall with the distance of keys"
+KINDS = (PART_CHANGED, TOKENS_SWAPPED, KEYS, SCALE_OF_SCORES, SINKS, HEADS, DISTANCES)
+FACTORS = 1 / 256, 256.0
+"""Between which that of scores is looked for."""
+SLOPES = 1e-4, 16.0
+"""Between which the fall of scores with a token of distance is looked for."""
 FEW = 3
 """Sequences on which variants are tried, the longest ones."""
 
@@ -35,7 +53,7 @@ class FirstOff(NamedTuple):
     """The first part of a layer whose output is wrong.
 
     Attributes:
-        part: its name.
+        part: words for it: its input or output, and its name.
         numbers: of the tokens of the step that have a place in `sequences`.
         found, right: its output in the step and in the reference [tokens, width].
         wrong: which of these tokens have a wrong output.
@@ -51,35 +69,76 @@ class FirstOff(NamedTuple):
     sequences: list[Sequence]
     limit: float
 
+    def rows(self, of_sequences: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of these tokens, of rows of all tokens of the sequences."""
+        held = (number for sequence in self.sequences for number in sequence.numbers)
+        place = {number: at for at, number in enumerate(held)}
+        return of_sequences[[place[number] for number in self.numbers]]
+
     def in_words(self, tokens: Tokens) -> str:
         """Returns which tokens are wrong."""
         first = self.numbers[self.wrong[0]]
         count = f"{len(self.wrong)} of {len(self.numbers)} tokens"
         place = f"token {tokens.place[first]} of document {tokens.document[first]}"
-        return f"{count}, first {place}, in the output of {self.part}"
+        return f"{count}, first {place}, in the {self.part}"
 
 
 def cause_of(off: FirstOff, tokens: Tokens, reference: Reference) -> Cause | None:
     """Returns why a part is wrong; None where that is not known."""
+    return (
+        _by_change(off, tokens, change_of_rows)
+        or _by_order(off, tokens)
+        or _by_variant(off, tokens, reference)
+        or _by_attention(off, tokens, reference)
+        or _by_share(off, tokens, reference)
+        or _by_change(off, tokens, change_of_sizes)
+    )
+
+
+def _by_change(off: FirstOff, tokens: Tokens, change_of: Callable[..., str]) -> Cause | None:
     wrong = torch.tensor(off.wrong)
-    changed = change_of_rows(off.found[wrong], off.right[wrong], limit=off.limit)
-    if changed:
-        return Cause(PART_CHANGED, f"it is {changed}: {off.in_words(tokens)}")
+    changed = change_of(off.found[wrong], off.right[wrong], limit=off.limit)
+    if not changed:
+        return None
+    return Cause(PART_CHANGED, f"{changed}: {off.in_words(tokens)}")
+
+
+def _by_order(off: FirstOff, tokens: Tokens) -> Cause | None:
+    wrong = torch.tensor(off.wrong)
     order = change_of_order(off.found[wrong], off.right, limit=off.limit)
-    if order:
-        return Cause(TOKENS_SWAPPED, _in_order(off, order, tokens))
-    return _by_variant(off, tokens, reference) or _by_attention(off, tokens, reference)
+    if 2 * order.count(-1) > len(order):
+        return None
+    return Cause(TOKENS_SWAPPED, _in_order(off, order, tokens))
+
+
+def _by_share(off: FirstOff, tokens: Tokens, reference: Reference) -> Cause | None:
+    """Tells a part of a layer that is added to what the layer returns another number of times."""
+    layer = off.part.removeprefix(OUTPUT)
+    wrong = torch.tensor(off.wrong)
+    lacking = (off.found - off.right)[wrong]
+    rightly = [reference.parts(sequence) for sequence in off.sequences]
+    for part in rightly[0]:
+        if not part.startswith((f"{OUTPUT}{layer}.", f"{INPUT}{layer}")):
+            continue
+        added = off.rows(torch.cat([each[part] for each in rightly]))[wrong].double()
+        times = float((lacking * added).sum() / added.square().sum())
+        apart = (lacking - times * added).norm()
+        if float(apart) <= 10 * off.limit * float(off.right[wrong].norm()):
+            words = f"the {part} is added {1 + times:.4g} times"
+            return Cause(PART_CHANGED, f"{words}: {off.in_words(tokens)}")
+    return None
 
 
 def _in_order(off: FirstOff, order: list[int], tokens: Tokens) -> str:
     """Returns whose output tokens have."""
-    moved = Counter(
-        off.numbers[mine] - off.numbers[theirs]
+    pairs = [
+        (off.numbers[mine], off.numbers[theirs])
         for mine, theirs in zip(off.wrong, order, strict=True)
-    )
+        if theirs >= 0
+    ]
+    moved = Counter(mine - theirs for mine, theirs in pairs)
     by, count = moved.most_common(1)[0]
-    first = off.numbers[off.wrong[0]]
-    theirs = off.numbers[order[0]]
+    first, theirs = pairs[0]
     words = (
         f"token {tokens.place[first]} of document {tokens.document[first]} has that of token "
         f"{tokens.place[theirs]} of document {tokens.document[theirs]}"
@@ -94,7 +153,7 @@ def _by_variant(off: FirstOff, tokens: Tokens, reference: Reference) -> Cause | 
     it."""
     found = None
     least = off.limit
-    for variant in variants(reference):
+    for variant in variants(reference, off.part.partition(" of ")[2]):
         with variant.done():
             apart = _largest_difference(off, reference)
         if apart < least:
@@ -122,24 +181,24 @@ def _largest_difference(off: FirstOff, reference: Reference) -> float:
 
 def _by_attention(off: FirstOff, tokens: Tokens, reference: Reference) -> Cause | None:
     """Returns what attention did otherwise: scores, sinks, groups of heads, or keys."""
-    heads = heads_of(reference, off.part, off.sequences)
+    if not off.part.startswith(OUTPUT):
+        return None
+    heads = heads_of(reference, off.part.removeprefix(OUTPUT), off.sequences)
     if heads is None:
         return None
     outputs = torch.cat([reference.parts(sequence)[off.part] for sequence in off.sequences])
-    place = {number: at for at, number in enumerate(heads.numbers)}
-    rows = [place[number] for number in off.numbers]
     own = heads._replace(
+        queries=off.rows(heads.queries),
+        keys=off.rows(heads.keys),
+        values=off.rows(heads.values),
+        returned=off.rows(heads.returned),
         numbers=off.numbers,
-        queries=heads.queries[rows],
-        keys=heads.keys[rows],
-        values=heads.values[rows],
-        returned=heads.returned[rows],
     )
-    returned = of_heads(own, outputs[rows].double(), off.found.double(), limit=off.limit)
+    returned = of_heads(own, off.rows(outputs).double(), off.found, limit=off.limit)
     if returned is None:
         return None
     looked = _Attention(off, own, returned=returned, tokens=tokens, window=reference.window)
-    return looked.heads_swapped() or looked.scores() or looked.keys()
+    return looked.heads_swapped() or looked.scores() or looked.keys() or looked.distances()
 
 
 class _Attention:
@@ -204,34 +263,40 @@ class _Attention:
 
     def _factor(self) -> float:
         """Returns by what scores are multiplied; 0: that is not it."""
-        grid = [2 ** (step / 4) for step in range(-32, 33)]
-        nearest = min(range(1, len(grid) - 1), key=lambda at: self._apart(grid[at]))
-        low = grid[nearest - 1]
-        high = grid[nearest + 1]
-        for _ in range(60):
-            third = (high - low) / 3
-            if self._apart(low + third) < self._apart(high - third):
-                high -= third
-            else:
-                low += third
-        factor = (low + high) / 2
+        factor = nearest(self._apart, *FACTORS)
         return factor if self._apart(factor) <= self.limit else 0.0
 
+    def distances(self) -> Cause | None:
+        """Tells a penalty on the distance of keys, a number for each head."""
+        found = list[float]()
+        for head in range(self.heads.queries.shape[1]):
+            wanted = self.returned[:, head]
+
+            def apart(slope: float, head: int = head, wanted: torch.Tensor = wanted) -> float:
+                sloped = with_slope(self.heads, self.seen, slope, head)
+                return float((sloped - wanted).norm() / wanted.norm())
+
+            slope = nearest(apart, *SLOPES)
+            if not apart(slope) <= self.limit:
+                return None
+            found.append(slope)
+        slopes = ", ".join(f"{slope:.3g}" for slope in found[:4])
+        return Cause(DISTANCES, f"by {slopes} for each token: {self.off.in_words(self.tokens)}")
+
     def keys(self) -> Cause | None:
-        """Tells the runs of keys that tokens saw."""
-        off = self.off
-        found = dict[int, Run]()
-        step = -(-len(off.wrong) // MANY)
+        """Tells the keys that tokens saw: a run of them, or all but a run, or a run beside."""
         at = self._wrong_heads()
-        for index in off.wrong[::step]:
-            run = runs(self.heads, self.returned[index], index, at)
+        found = dict[int, Run]()
+        step = -(-len(self.off.wrong) // MANY)
+        for index in self.off.wrong[::step]:
+            run = runs(self.heads, self.returned[index], index, at=at, seen=self.seen[index])
             if not run.apart <= self.limit:
                 return None
             found[index] = run
         words = next(self._rules(found))
         if len(at) < self.heads.queries.shape[1]:
             words += f", in head {', '.join(map(str, at))} alone"
-        return Cause(KEYS, f"{words}: {off.in_words(self.tokens)}")
+        return Cause(KEYS, f"{words}: {self.off.in_words(self.tokens)}")
 
     def _wrong_heads(self) -> list[int]:
         """Returns the heads that returned something else than they should."""
@@ -250,6 +315,11 @@ class _Attention:
             first_of.setdefault(tokens.document[number], index)
             last_of[tokens.document[number]] = index
         documents = {index: tokens.document[numbers[index]] for index in found}
+        index, run = next(iter(found.items()))
+        if any(run.way != ALONE for run in found.values()):
+            way = next(way for way in WAYS if any(run.way == way for run in found.values()))
+            index, run = next(each for each in found.items() if each[1].way == way)
+            yield f"{self._place(index)} {way} {self._span(run)}"
         begins = {index: run.begin - first_of[documents[index]] for index, run in found.items()}
         later = {index: run.end - 1 - index for index, run in found.items()}
         widths = {
@@ -276,12 +346,13 @@ class _Attention:
             yield f"they do not see the first {next(iter(begins.values()))} of their document"
         if to_own and len(set(widths.values())) == 1 and len(widths) == len(found):
             yield f"as with a window of {next(iter(widths.values()))} tokens"
-        index, run = next(iter(found.items()))
-        begin = numbers[run.begin]
-        end = numbers[run.end - 1]
-        own = numbers[index]
-        yield (
-            f"token {tokens.place[own]} of document {tokens.document[own]} sees tokens from "
-            f"{tokens.place[begin]} of document {tokens.document[begin]} to {tokens.place[end]} of "
-            f"document {tokens.document[end]}"
-        )
+        yield f"{self._place(index)} {ALONE} {self._span(run)}"
+
+    def _place(self, index: int) -> str:
+        number = self.heads.numbers[index]
+        return f"token {self.tokens.place[number]} of document {self.tokens.document[number]}"
+
+    def _span(self, run: Run) -> str:
+        if run.end - run.begin == 1:
+            return self._place(run.begin)
+        return f"tokens from {self._place(run.begin)[6:]} to {self._place(run.end - 1)[6:]}"

@@ -25,10 +25,16 @@ def change_of_rows(found: torch.Tensor, right: torch.Tensor, *, limit: float) ->
     share = float(zeros.double().mean())
     if share > FEWEST_ZEROS:
         kept = right.masked_fill(zeros, 0.0)
-        ratio = float((found * kept).sum() / kept.square().sum())
-        if _same(found, ratio * kept, limit):
-            return f"0 in {share:.0%} of its elements, and {ratio:.3g} times elsewhere: dropout"
-    sizes = (found * right).sum(1, keepdim=True) / right.square().sum(1, keepdim=True)
+        if change_of_sizes(found, kept, limit=limit):
+            return f"0 in {share:.0%} of its elements: dropout"
+    return ""
+
+
+def change_of_sizes(found: torch.Tensor, right: torch.Tensor, *, limit: float) -> str:
+    """Returns by what rows [tokens, width] are multiplied, each by another number; "" if they are
+    not."""
+    squares = right.square().sum(1, keepdim=True).clamp_min(1e-300)
+    sizes = (found * right).sum(1, keepdim=True) / squares
     if len(found) > 1 and _same(found, sizes * right, limit):
         least = float(sizes.min())
         most = float(sizes.max())
@@ -38,13 +44,12 @@ def change_of_rows(found: torch.Tensor, right: torch.Tensor, *, limit: float) ->
 
 def change_of_order(found: torch.Tensor, everyones: torch.Tensor, *, limit: float) -> list[int]:
     """Returns of which token each row [tokens, width] is, by its index in the rows of all
-    [all tokens, width]; none where a row is of no token."""
+    [all tokens, width]; -1 where a row is of no token."""
     distances = torch.cdist(found, everyones)
     nearest = distances.min(1)
     sizes = everyones.norm(dim=1)[nearest.indices]
-    if bool((nearest.values <= limit * sizes).all()):
-        return [int(index) for index in nearest.indices]
-    return []
+    same = nearest.values <= limit * sizes
+    return nearest.indices.masked_fill(~same, -1).tolist()
 
 
 def change_of_gradient(

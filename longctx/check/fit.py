@@ -33,6 +33,7 @@ class Shown:
         first_off: name of the first part of a layer whose output is wrong for a token without a
             context; "" if that is not known.
         cause: why that is so; None if that is not known.
+        focus: γ of a focal loss that weights follow; 0: they do not.
         slopes: ∂loss/∂ of what the output layer returned, as the optimizer would get it, for the
             tokens of each sequence [tokens, V]; None if that of some tokens has no sequence.
     """
@@ -45,6 +46,7 @@ class Shown:
     alike: list[str]
     first_off: str
     cause: Cause | None
+    focus: float
     slopes: dict[Sequence, torch.Tensor] | None
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import CheckError
-from .looked import Looked, Output, Parts, keep_parts, look
+from .looked import Looked, Output, Parts, keep_parts, look, plain_name
 from .numbers import largest
 from .probe import END, PAD, Tokens
 from .tolerances import NAMES, OF, Tolerances, coarsest
@@ -48,7 +48,7 @@ class Step:
         parts: outputs of the parts of layers, to tell the first that is wrong.
         dtype: the coarsest in which weights, hidden states or logits were kept.
         changed_at: number of the first call with other weights than the call before it; 0: none.
-        not_finite_in: name of the first part of a layer whose output is not finite; "": none.
+        not_finite_in: words for the first part of a layer that is not finite; "": none.
     """
 
     reference: nn.Module
@@ -92,7 +92,7 @@ class Recorder:
         """
         pairs = enumerate(pairwise(self.sums), start=1)
         not_finite = (
-            plain_name(name)
+            name
             for name, outputs in self.parts.items()
             if not all(output.isfinite().all() for output in outputs)
         )
@@ -111,7 +111,7 @@ class Recorder:
             rows=rows,
             positions=self.positions,
             outputs=self.outputs,
-            parts={plain_name(name): outputs for name, outputs in self.parts.items()},
+            parts=self.parts,
             dtype=coarsest(self.dtypes),
             changed_at=next((at for at, (one, next_one) in pairs if one != next_one), 0),
             not_finite_in=next(not_finite, ""),
@@ -256,13 +256,6 @@ def _with_adapters_of(model: Any, plain: Any) -> Any:
     return plain
 
 
-def plain_name(name: str) -> str:
-    """Returns the name of a parameter without what wrappers add."""
-    for added in ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."):
-        name = name.replace(added, "") if added != "module." else name.removeprefix(added)
-    return name
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy, gathered if the tensor is a DTensor (collective then)."""
     full = getattr(tensor, "full_tensor", None)
@@ -295,7 +288,7 @@ class Record:
         dtype: the coarsest in which a rank computed.
         tolerances: what rounding explains.
         changed_at: number of a rank's first call with other weights; 0: none.
-        not_finite_in: name of a rank's first part whose output is not finite; "": none.
+        not_finite_in: words for a rank's first part that is not finite; "": none.
     """
 
     tokens: Tokens

@@ -18,8 +18,12 @@ from torch.nn import functional as F
 
 from .contexts import Sequence
 from .errors import CheckError
-from .looked import CHANGES, Parts, final_logits, keep_parts, of_tokens
+from .looked import Parts, keep_parts, of_tokens
+from .objectives import CHANGES, final_logits
 from .record import Record, Tensors
+
+LAST = "input of the output layer"
+"""Words for the last part, whose hidden states are wrong in any case."""
 
 
 class Prediction(NamedTuple):
@@ -180,16 +184,19 @@ class Reference:
         return self._at_output(sequence)[2]
 
     def parts(self, sequence: Sequence) -> dict[str, torch.Tensor]:
-        """Returns outputs of the parts of layers [tokens, width], in the order in which they
-        ran."""
+        """Returns inputs and outputs of the parts of layers [tokens, width], in the order in which
+        they ran, and at last what the output layer gets."""
         kept = Parts()
+        last = list[torch.Tensor]()
         hooks = keep_parts(self.model, kept)
+        keeper = self.head.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
+        hooks.append(keeper)
         try:
             self.logits(sequence)
         finally:
             for hook in hooks:
                 hook.remove()
-        return of_tokens(kept, len(sequence.numbers))
+        return of_tokens(kept, len(sequence.numbers)) | {LAST: last[0][0].detach()}
 
     def losses(self, sequence: Sequence, predictions: Iterable[Prediction]) -> torch.Tensor:
         """Returns the cross-entropy of each prediction of a sequence."""

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from .contexts import Context, Sequence
 from .errors import CheckError
-from .looked import cross_entropies, final_logits
+from .objectives import final_logits, objectives
 from .probe import experts_of
 from .record import Record
 from .reference import Prediction, Reference
@@ -67,10 +67,10 @@ def _left_of_objective(
     targets = torch.tensor([prediction.target for prediction in predictions])
     loss = cross_entropy(final[places], targets, reduction="sum")
     (slopes,) = torch.autograd.grad(loss, output)
-    _, _, left, _ = cross_entropies(
+    told = objectives(
         output.detach().double(), slopes.double(), config=coarse.config, limit=math.inf
     )
-    return float(left.max())
+    return float(told.left.max())
 
 
 def _require_all_experts(record: Record, reference: Reference) -> None:

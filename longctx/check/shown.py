@@ -13,8 +13,9 @@ from .causes import FirstOff, cause_of
 from .contexts import APART, Context, Sequence
 from .fit import Fit, Pair, Shown
 from .looked import Looked
+from .objectives import focus
 from .record import Record
-from .reference import Columns, Prediction, Reference
+from .reference import LAST, Columns, Prediction, Reference
 
 NEARER = 0.5
 """Share of a context's distance from hidden states that another one has to fall below: both are
@@ -24,8 +25,8 @@ LEAST_SHARE = 1e-3
 
 
 class Token(NamedTuple):
-    """A token of a call: its number in the probe (-1: padding), rank, call, target, weight, and
-    what is left of its objective without cross-entropy."""
+    """A token of a call: its number in the probe (-1: padding), rank, call, target, weight, what is
+    left of its objective without cross-entropy, and how likely its target is."""
 
     number: int
     rank: int
@@ -33,6 +34,7 @@ class Token(NamedTuple):
     target: int
     weight: float
     left: float
+    chance: float
 
 
 class Place(NamedTuple):
@@ -70,6 +72,7 @@ def fit_shown(
         alike=seen.alike(),
         first_off=off.part if off is not None else "",
         cause=cause_of(off, record.tokens, reference) if off is not None else None,
+        focus=seen.focus(record.tolerances.weights),
         slopes=slopes,
     )
     return Fit(
@@ -212,6 +215,12 @@ class Seen:
             return self._candidates[best]
         return self._candidates[right]
 
+    def focus(self, limit: float) -> float:
+        """Returns γ of a focal loss that the weights of tokens follow; 0 if they do not."""
+        trained = [token for token in self.tokens if token.weight]
+        weights = [token.weight for token in trained]
+        return focus(weights, [token.chance for token in trained], limit=limit)
+
     def alike(self) -> list[str]:
         """Returns the names of other contexts that have all hidden states, if those of documents
         are wrong."""
@@ -241,10 +250,12 @@ class Seen:
         rows = [offset[sequence] + at for sequence, at in places.values()]
         expected = [self._reference.parts(sequence) for sequence in sequences]
         for part in expected[0]:
-            if any(part not in each.parts for each in self._looked):
+            given = [each.states if part == LAST else each.parts.get(part) for each in self._looked]
+            outputs = [each for each in given if each is not None]
+            if len(outputs) < len(given):
                 continue
-            found = torch.cat([each.parts[part] for each in self._looked])[indices]
-            right = torch.cat([each[part] for each in expected])[rows]
+            found = torch.cat(outputs)[indices].double()
+            right = torch.cat([each[part] for each in expected])[rows].double()
             same = (found - right).norm(dim=1) <= self._limit * right.norm(dim=1)
             wrong = [at for at, index in enumerate(indices) if index in unknown and not same[at]]
             if wrong:
@@ -280,9 +291,19 @@ def _tokens(record: Record, looked: list[Looked]) -> list[Token]:
     for rank, shown in enumerate(looked):
         rows = [row for row in record.calls if row.rank == rank]
         places = [(number, row.call) for row in rows for number in row.numbers]
-        each = zip(places, shown.targets, shown.weights, shown.left, strict=True)
-        for (number, call), target, weight, left in each:
-            found.append(Token(number, rank, call=call, target=target, weight=weight, left=left))
+        each = zip(places, shown.targets, shown.weights, shown.left, shown.chances, strict=True)
+        for (number, call), target, weight, left, chance in each:
+            found.append(
+                Token(
+                    number,
+                    rank,
+                    call=call,
+                    target=target,
+                    weight=weight,
+                    left=left,
+                    chance=chance,
+                )
+            )
     return found
 
 

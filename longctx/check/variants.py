@@ -1,6 +1,7 @@
 """Variants: what models of public trainers computed otherwise, done to the reference, to see which
 one explains a wrong part of a layer."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .changes import ROUNDED
 from .reference import Reference
 
 EPSILON = "norms have another epsilon"
@@ -17,11 +19,13 @@ EXPERTS = "experts are chosen or weighed otherwise"
 ACTIVATION = "another activation function is computed"
 WINDOW = "sliding windows have another width"
 CAPS = "scores of attention are capped otherwise"
-KINDS = (EPSILON, ROTARY, ADAPTERS, EXPERTS, ACTIVATION, WINDOW, CAPS)
+WEIGHTS = "a part computes with other weights"
+KINDS = (EPSILON, ROTARY, ADAPTERS, EXPERTS, ACTIVATION, WINDOW, CAPS, WEIGHTS)
 
-EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 NAMES_OF_EPSILON = ("variance_epsilon", "eps", "epsilon")
 CAP = "attn_logit_softcapping"
+NUMBER = re.compile(r"\d+")
 
 
 class Setting(NamedTuple):
@@ -52,8 +56,8 @@ class Variant(NamedTuple):
                 setattr(each.owner, each.name, value)
 
 
-def variants(reference: Reference) -> list[Variant]:
-    """Returns all variants that change something in a model."""
+def variants(reference: Reference, part: str) -> list[Variant]:
+    """Returns all variants that change something in a model; some of them in one part alone."""
     modules = [*reference.model.modules()]
     every = [
         *_epsilons(modules),
@@ -63,6 +67,7 @@ def variants(reference: Reference) -> list[Variant]:
         *_activations(modules),
         *_windows(reference),
         *_caps(modules),
+        *_weights(reference.model, part),
     ]
     return [variant for variant in every if variant.settings]
 
@@ -77,6 +82,32 @@ def _epsilons(modules: list[Any]) -> Iterator[Variant]:
             and _number(module, name) not in (None, value)
         ]
         yield Variant(EPSILON, f"{value:g}", settings)
+
+
+def _weights(model: Any, name: str) -> Iterator[Variant]:
+    """Yields variants of the weights of a part: rounded, or those of other layers."""
+    own = dict(model.named_modules()).get(name)
+    if own is None:
+        return
+    for dtype, words in ROUNDED.items():
+        rounded = [
+            Setting(weight, "data", weight.data.to(dtype).to(weight.dtype))
+            for weight in own.parameters()
+        ]
+        yield Variant(WEIGHTS, f"rounded to {words}", rounded)
+    for other, module in model.named_modules():
+        if other != name and NUMBER.sub("", other) == NUMBER.sub("", name):
+            theirs = dict(module.named_parameters())
+            settings = [
+                Setting(weight, "data", theirs[key].data)
+                for key, weight in own.named_parameters()
+                if key in theirs and theirs[key].shape == weight.shape
+            ]
+            yield Variant(WEIGHTS, f"those of {other}", settings)
+    for key, module in own.named_modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            off = [Setting(module, "scaling", dict.fromkeys(module.scaling, 0.0))]
+            yield Variant(ADAPTERS, f"that of {key} is left out", off)
 
 
 def _number(module: Any, name: str) -> float | None:

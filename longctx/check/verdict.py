@@ -189,12 +189,16 @@ class Facts:
             return None
         return self.tokens.ids[after]
 
+    def call(self, number: int) -> tuple[int, ...]:
+        """Returns rank and call of a token; none if it is in no call."""
+        return self.at[number][:2] if number in self.at else ()
+
     def begins_answer(self, number: int) -> bool:
         """Returns whether a token is the first with a loss of a document with a prompt."""
         document = self.tokens.document[number]
         place = self.tokens.place[number]
         probe = self.tokens.probe
-        return bool(probe.prompt) and place > 1 and not probe.trained(document, place - 1)
+        return bool(probe.prompt) and not probe.trained(document, place - 1)
 
     def rank(self, number: int) -> int:
         if number in self.at:
@@ -280,7 +284,7 @@ EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
 UNTRAINED = "predictions have no loss"
 LOST: dict[str, Callable[[Facts, int], bool]] = {
     "documents are cut short: tokens are in no call": lambda f, n: not f.count[n],
-    "micro-batches have no loss": lambda f, n: f.at[n][:2] in f.untrained_calls,
+    "micro-batches have no loss": lambda f, n: f.call(n) in f.untrained_calls,
     "documents have no loss": lambda f, n: f.tokens.document[n] in f.untrained,
     "first tokens of answers have no loss": lambda f, n: f.begins_answer(n),
     "first tokens of the later parts of documents have no loss": lambda f, n: n in f.starts,
@@ -349,7 +353,7 @@ def not_finite(record: Record) -> list[Finding]:
     count = f"{len(names)} of {len(record.gradients)} parameters"
     details = f"NaN or infinity in {count}: {_suffixes(names)}"
     if record.not_finite_in:
-        details += f"; first in the output of {record.not_finite_in}"
+        details += f"; first in the {record.not_finite_in}"
     found = [Finding(NOT_FINITE, details)]
     if record.loss is not None and not isfinite(record.loss):
         found.append(Finding(LOGGED_LOSS, f"it is {record.loss}"))
@@ -453,14 +457,26 @@ def _contexts(facts: Facts) -> Iterator[Finding]:
     for document in facts.documents:
         by_name[facts.fit.contexts[document].name].append(document)
     by_name.pop(APART, None)
-    for name, documents in by_name.items():
-        details = facts.named(facts.tokens.of(document)[0] for document in documents)
+    for name, several in by_name.items():
+        documents = [each for each in several if not _is_right(facts, each)] or several
+        details = facts.named_documents(documents)
         for number, sequence in enumerate(facts.fit.contexts[documents[0]].sequences):
+            if sequence.sight != "causal":
+                continue
             held = list(dict.fromkeys(facts.tokens.document[n] for n in sequence.numbers if n >= 0))
-            if len(held) > 1 and sequence.sight == "causal":
-                details = f"in row {number}, tokens of document {held[1]} see document {held[0]}"
+            seeing = [at for at, document in enumerate(held) if at and document in documents]
+            if seeing:
+                sees, seen = held[seeing[0]], held[seeing[0] - 1]
+                details = f"in row {number}, tokens of document {sees} see document {seen}"
                 break
         yield Finding(name, details)
+
+
+def _is_right(facts: Facts, document: int) -> bool:
+    """Returns whether the context of a document has it as a right step would."""
+    numbers = facts.tokens.of(document)
+    right = Sequence(tuple(numbers), tuple(range(len(numbers))))
+    return right in facts.fit.contexts[document].sequences
 
 
 def _places(facts: Facts) -> Iterator[Finding]:
@@ -478,7 +494,7 @@ def _places(facts: Facts) -> Iterator[Finding]:
     )
     part = facts.fit.shown.first_off if facts.fit.shown is not None else ""
     if part:
-        first += f", in the output of {part}"
+        first += f", in the {part}"
     every = facts.unknown | facts.known
     if part and not ATTENTION.search(part):
         yield Finding(HIDDEN, f"of {len(facts.unknown)} of {len(every)} tokens, {first}")
@@ -587,6 +603,10 @@ def _by_groups(facts: Facts) -> Iterator[Finding]:
         return
     least = min(facts.kept.values())
     most = max(facts.kept.values())
+    shown = facts.fit.shown
+    if shown is not None and shown.focus:
+        yield Finding(WEIGHTS, f"those of a focal loss, with γ = {shown.focus:.3g}")
+        return
     yield Finding(WEIGHTS, f"from {least:.3g} to {most:.3g} times 1/N")
 
 
@@ -656,7 +676,7 @@ def _objective(shown: Shown) -> Finding:
     most = max(shown.objective.values())
     details = f"for {len(shown.objective)} tokens it leaves {most:.1e} of ∂loss/∂logits"
     if shown.beside:
-        details += f", which {' or '.join(shown.beside)} explains"
+        details += f"; {' or '.join(shown.beside)} would explain it"
     return Finding(OBJECTIVE_OTHER, details)
 
 

@@ -17,10 +17,10 @@ from longctx.check.record import gather
 from longctx.check.reference import Reference
 from longctx.check.shown import fit_shown
 from longctx.check.tolerances import FLOAT32
+from longctx.check.variants import EPSILON
 from longctx.check.verdict import (
     BACKWARD_WRONG,
     CHANGED,
-    HIDDEN,
     LOGGED_LOSS,
     LOGGED_NORM,
     MISSING,
@@ -405,7 +405,7 @@ OBJECTIVES = {
 def test_another_objective_is_named_and_nothing_else(term: str) -> None:
     make = partial(by_hand, objective=OBJECTIVES[term])
     (finding,) = check_step(make, [SHORT]).verdicts[0].findings
-    assert finding.kind == OBJECTIVE_OTHER and term in finding.details.partition(", which")[2]
+    assert finding.kind == OBJECTIVE_OTHER and term in finding.details.partition("; ")[2]
 
 
 def rounded(dtype: torch.dtype, model: Any) -> None:
@@ -469,7 +469,8 @@ def test_the_first_part_that_is_wrong_is_named() -> None:
 
     (finding,) = check_step(partial(by_hand, freeze=wider), [SHORT]).verdicts[0].findings
     part = "model.layers.1.post_attention_layernorm"
-    assert finding.kind == HIDDEN and finding.details.endswith(f"in the output of {part}")
+    assert finding.kind == EPSILON and finding.details.startswith("10: ")
+    assert finding.details.endswith(f"in the output of {part}")
 
 
 def test_weights_with_other_signs_are_told() -> None:
@@ -480,7 +481,9 @@ def test_weights_with_other_signs_are_told() -> None:
         return sign * torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
 
     (finding,) = check_step(partial(by_hand, objective=objective), [SHORT]).verdicts[0].findings
-    assert str(finding) == "weights differ by micro-batches: 1, -1, 1, 1 times 1/N"
+    assert (
+        str(finding) == "weights differ by micro-batches: 1 (3 of them), -1 (1 of them) times 1/N"
+    )
 
 
 def test_logits_that_are_made_in_another_way_are_no_other_objective() -> None:
