@@ -73,6 +73,10 @@ def judge(case: Case) -> tuple[list[str], float]:
         if making[0]:
             raise
         lines = [f"crash of the checker: {type(error).__name__}: {error}"]
+        if dist.is_initialized():
+            keep({key(case): entry(case, lines)})
+            print(f"== {key(case)}\n   >", lines[0], flush=True)
+            os._exit(1)  # other ranks wait in a collective
     return lines, worst(max(far))
 
 
