@@ -24,6 +24,7 @@ class Shown:
 
     Attributes:
         states: of each token in a call, whether a context has its hidden state.
+        documents: those whose hidden states are not all as they should be.
         objective: tokens whose objective is not cross-entropy, with what that leaves of it.
         beside: names of terms that explain the rest.
         after: what is left of the output layer's gradient without that of backward, relative to it;
@@ -39,6 +40,7 @@ class Shown:
     """
 
     states: dict[int, bool]
+    documents: set[int]
     objective: dict[int, float]
     beside: list[str]
     after: float | None

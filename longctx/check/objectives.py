@@ -177,7 +177,7 @@ def nearest(apart: Callable[[float], float], low: float, high: float, *, steps: 
     """Returns the positive number between two for which a function is least: on a grid of powers
     first, then by halving."""
     ratio = (high / low) ** (1 / steps)
-    grid = [low * ratio**step for step in range(steps + 1)]
+    grid: list[float] = [low * ratio**step for step in range(steps + 1)]
     best = min(range(1, steps), key=lambda at: apart(grid[at]))
     below = grid[best - 1]
     above = grid[best + 1]

@@ -289,6 +289,7 @@ class Record:
         tolerances: what rounding explains.
         changed_at: number of a rank's first call with other weights; 0: none.
         not_finite_in: words for a rank's first part that is not finite; "": none.
+        weights_apart: names of parameters that ranks began the step with different values of.
     """
 
     tokens: Tokens
@@ -306,6 +307,7 @@ class Record:
     tolerances: Tolerances
     changed_at: int
     not_finite_in: str
+    weights_apart: list[str]
 
     @property
     def documents(self) -> list[int]:
@@ -333,6 +335,7 @@ class _OfRank:
     dtype: torch.dtype
     changed_at: int
     not_finite_in: str
+    sums: dict[str, float]
 
 
 def gather(step: Step, tokens: Tokens) -> Record | None:
@@ -377,6 +380,7 @@ def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
         dtype=step.dtype,
         changed_at=step.changed_at,
         not_finite_in=step.not_finite_in,
+        sums={name: float(weight.sum()) for name, weight in step.reference.named_parameters()},
     )
 
 
@@ -404,6 +408,11 @@ def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> R
         tolerances=OF[dtype],
         changed_at=max(each.changed_at for each in everyones),
         not_finite_in=max(each.not_finite_in for each in everyones),
+        weights_apart=[
+            name
+            for name, value in everyones[0].sums.items()
+            if any(each.sums.get(name) != value for each in everyones[1:])
+        ],
     )
 
 

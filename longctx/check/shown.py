@@ -53,8 +53,18 @@ def fit_shown(
     right one."""
     seen = Seen(record, looked, reference=reference, candidates=candidates)
     factors, after = _factors(seen.tokens, looked, record=record, reference=reference)
-    weights, unknown = seen.weights(factors)
     slopes = seen.slopes(factors)
+    for factor in (1.0, 1 / record.ranks):
+        usual = dict.fromkeys(factors, factor)
+        if after is None or slopes is None or usual == factors:
+            continue
+        # The output layer's gradient alone may be the one that is wrong.
+        usual_slopes = seen.slopes(usual)
+        if _explained(record, reference, usual_slopes) > _explained(record, reference, slopes):
+            factors = usual
+            slopes = usual_slopes
+            after = _left_of_output(record, reference, slopes)
+    weights, unknown = seen.weights(factors)
     scaled = after is not None
     if not scaled and slopes is not None:
         factor = _factor_of_all(record, reference, slopes)
@@ -65,6 +75,7 @@ def fit_shown(
     off = seen.first_off()
     shown = Shown(
         seen.known,
+        seen.documents_off(),
         objective={each.number: each.left for each in seen.tokens if not each.left <= limit},
         beside=list(dict.fromkeys(name for each in looked for name in each.beside)),
         after=after,
@@ -221,6 +232,13 @@ class Seen:
         weights = [token.weight for token in trained]
         return focus(weights, [token.chance for token in trained], limit=limit)
 
+    def documents_off(self) -> set[int]:
+        """Returns the documents with a token whose hidden state no right context has."""
+        right = [each for each in self._candidates if each.name == APART]
+        held = set[int]().union(*(self._places[each.sequences].keys() for each in right))
+        off = self._real - held
+        return {self._probe.document[self.tokens[index].number] for index in off}
+
     def alike(self) -> list[str]:
         """Returns the names of other contexts that have all hidden states, if those of documents
         are wrong."""
@@ -229,7 +247,10 @@ class Seen:
             return []
         found = dict[str, None]()
         for context in self._candidates:
-            if context.name not in names and self._real <= self._places[context.sequences].keys():
+            as_said = any(
+                context.name.startswith(name) or name.startswith(context.name) for name in names
+            )
+            if not as_said and self._real <= self._places[context.sequences].keys():
                 found[context.name] = None
         return list(found)
 
@@ -374,6 +395,31 @@ def _factors(
             return factors, left
         fits.append((factors, left))
     return fits[0]
+
+
+def _explained(
+    record: Record, reference: Reference, slopes: dict[Sequence, torch.Tensor] | None
+) -> int:
+    """Returns how many parameters but the output layer's have the gradients that follow."""
+    if slopes is None:
+        return 0
+    count = 0
+    for name, expected in reference.gradients_of(slopes).of.items():
+        apart = float((record.gradients[name] - expected).norm())
+        limit = record.tolerances.of_parameter(name) * float(expected.norm())
+        count += name != reference.output and apart <= limit
+    return count
+
+
+def _left_of_output(
+    record: Record, reference: Reference, slopes: dict[Sequence, torch.Tensor] | None
+) -> float | None:
+    """Returns what is left of the output layer's gradient, relative to it."""
+    if slopes is None or reference.output is None:
+        return None
+    found = record.gradients[reference.output]
+    expected = reference.gradients_of(slopes).of[reference.output]
+    return float((found - expected).norm() / found.norm().clamp_min(1e-300))
 
 
 def _factor_of_all(

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
+from typing import Any
+
+import torch
 
 from .causes import KINDS as CAUSES
 from .changes import ROUNDED, change_of_gradient
@@ -25,6 +28,7 @@ from .reference import Gradients, Prediction, Reference
 from .variants import KINDS as VARIANTS
 
 NOT_FINITE = "gradients are not finite"
+OTHER_WEIGHTS = "ranks begin with different weights"
 WEIGHTS_CHANGED = "weights change within the step"
 NO_GRADIENT = "trained parameters have no gradient"
 MISSING = "documents are missing in the step"
@@ -172,6 +176,9 @@ class Facts:
                 self.of_row[number] = real[0]
         kept = {tokens.document[number] for number, _ in self.kept}
         self.untrained = {tokens.document[number] for number, _ in self.wanted} - kept
+        kept_ranks = {self.rank(number) for number, _ in self.kept}
+        wanted_ranks = {self.rank(number) for number, _ in self.wanted}
+        self.untrained_ranks = wanted_ranks - kept_ranks if len(wanted_ranks) > 1 else set()
         kept_calls = {self.at[number][:2] for number, _ in self.kept if number in self.at}
         wanted_calls = {self.at[number][:2] for number, _ in self.wanted if number in self.at}
         self.untrained_calls = wanted_calls - kept_calls if len(wanted_calls) > 1 else set()
@@ -284,6 +291,7 @@ EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
 UNTRAINED = "predictions have no loss"
 LOST: dict[str, Callable[[Facts, int], bool]] = {
     "documents are cut short: tokens are in no call": lambda f, n: not f.count[n],
+    "ranks have no loss": lambda f, n: f.rank(n) in f.untrained_ranks,
     "micro-batches have no loss": lambda f, n: f.call(n) in f.untrained_calls,
     "documents have no loss": lambda f, n: f.tokens.document[n] in f.untrained,
     "first tokens of answers have no loss": lambda f, n: f.begins_answer(n),
@@ -293,6 +301,7 @@ LOST: dict[str, Callable[[Facts, int], bool]] = {
 }
 """Which token should be predicted, and is not."""
 
+CHUNKS = "chunks of rows"
 MEANS: dict[str, Callable[[Facts, int], object]] = {
     "ranks": lambda f, n: f.at[n][0],
     "micro-batches": lambda f, n: f.at[n][:2],
@@ -306,9 +315,18 @@ MEANS: dict[str, Callable[[Facts, int], object]] = {
 def kinds() -> list[str]:
     """Returns the kinds of all faults, also of the one without a name."""
     of_documents = (MISSING, SAME_DATA, REPEATED, FILLED)
-    several = (NOT_FINITE, WEIGHTS_CHANGED, NO_GRADIENT, APART_RANKS, HIDDEN, WEIGHTS)
+    several = (
+        NOT_FINITE,
+        OTHER_WEIGHTS,
+        WEIGHTS_CHANGED,
+        NO_GRADIENT,
+        APART_RANKS,
+        HIDDEN,
+        WEIGHTS,
+    )
     of_numbers = (SCALE, OBJECTIVE_OTHER, CHANGED, BACKWARD_WRONG, LOGGED_LOSS, LOGGED_NORM)
     by_groups = [words.format(name) for words in (MEAN_OF_MEANS, WEIGHTS_BY) for name in MEANS]
+    by_groups.append(MEAN_OF_MEANS.format(CHUNKS))
     return [
         UNEXPLAINED,
         *several,
@@ -372,6 +390,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
         )
         return
     yield from _apart(record)
+    if record.weights_apart:
+        yield Finding(OTHER_WEIGHTS, _suffixes(record.weights_apart))
+        return
     if record.changed_at:
         calls = 1 + max(row.call for row in record.calls)
         yield Finding(WEIGHTS_CHANGED, f"before call {record.changed_at} of 0 to {calls - 1}")
@@ -396,7 +417,8 @@ def findings(facts: Facts) -> Iterator[Finding]:
         ):
             return
         yield from _lost(facts)
-    yield from _same_data(record)
+    if facts.missing:
+        yield from _same_data(record)
     gradients = _expected(facts)
     if gradients.missing:
         names = _suffixes(gradients.missing)
@@ -431,7 +453,7 @@ def _apart(record: Record) -> Iterator[Finding]:
     else:
         which = _suffixes(record.apart)
     most = max(record.apart.values())
-    yield Finding(APART_RANKS, f"those of {which}, by up to {most:.0%}")
+    yield Finding(APART_RANKS, f"those of {which}, by up to {100 * most:.2g} %")
 
 
 def _missing(facts: Facts) -> Iterator[Finding]:
@@ -443,7 +465,8 @@ def _missing(facts: Facts) -> Iterator[Finding]:
 
 
 def _same_data(record: Record) -> Iterator[Finding]:
-    """Yields that ranks hold the same tokens."""
+    """Yields that ranks hold the same tokens, which tensor parallelism has to, where documents are
+    missing."""
     held: list[set[int]] = [set() for _ in range(record.ranks)]
     for row in record.calls:
         held[row.rank].update(row.numbers)
@@ -458,7 +481,9 @@ def _contexts(facts: Facts) -> Iterator[Finding]:
         by_name[facts.fit.contexts[document].name].append(document)
     by_name.pop(APART, None)
     for name, several in by_name.items():
-        documents = [each for each in several if not _is_right(facts, each)] or several
+        shown = facts.fit.shown
+        off = shown.documents if shown is not None else several
+        documents = [document for document in several if document in off] or several
         details = facts.named_documents(documents)
         for number, sequence in enumerate(facts.fit.contexts[documents[0]].sequences):
             if sequence.sight != "causal":
@@ -470,13 +495,6 @@ def _contexts(facts: Facts) -> Iterator[Finding]:
                 details = f"in row {number}, tokens of document {sees} see document {seen}"
                 break
         yield Finding(name, details)
-
-
-def _is_right(facts: Facts, document: int) -> bool:
-    """Returns whether the context of a document has it as a right step would."""
-    numbers = facts.tokens.of(document)
-    right = Sequence(tuple(numbers), tuple(range(len(numbers))))
-    return right in facts.fit.contexts[document].sequences
 
 
 def _places(facts: Facts) -> Iterator[Finding]:
@@ -588,18 +606,27 @@ def _by_groups(facts: Facts) -> Iterator[Finding]:
     """Yields over what predictions are averaged, or with what their weights differ."""
     even = dict[str, list[list[float]]]()
     for name, group_of in MEANS.items():
-        groups = defaultdict[object, list[float]](list)
+        groups = defaultdict[Any, list[float]](list)
         for (number, _), weight in (facts.kept | facts.extra).items():
             if number >= 0:
                 groups[group_of(facts, number)].append(weight)
         if len(groups) > 1 and all(facts.even(each) for each in groups.values()):
-            even[name] = list(groups.values())
+            even[name] = [groups[key] for key in sorted(groups)]
     for name, several in even.items():
         if facts.even(map(sum, several)):
             yield Finding(MEAN_OF_MEANS.format(name), _as_means(facts, several))
             return
-    for name, several in even.items():
-        yield Finding(WEIGHTS_BY.format(name), f"{_values(several)} times 1/N")
+    if even:
+        name, several = min(even.items(), key=lambda each: len(each[1]))
+        details = f"{_values(several)} times 1/N"
+        if name == "documents" or name == "rows":
+            power = _power(several)
+            details += f", as the power {power:.3g} of their lengths" if power else ""
+        yield Finding(WEIGHTS_BY.format(name), details)
+        return
+    chunk = _chunk(facts)
+    if chunk:
+        yield Finding(MEAN_OF_MEANS.format(CHUNKS), f"of {chunk} columns")
         return
     least = min(facts.kept.values())
     most = max(facts.kept.values())
@@ -608,6 +635,35 @@ def _by_groups(facts: Facts) -> Iterator[Finding]:
         yield Finding(WEIGHTS, f"those of a focal loss, with γ = {shown.focus:.3g}")
         return
     yield Finding(WEIGHTS, f"from {least:.3g} to {most:.3g} times 1/N")
+
+
+def _power(several: list[list[float]]) -> float:
+    """Returns the power of the lengths of groups that their weights follow; 0: of none."""
+    lengths = torch.tensor([len(each) for each in several]).double().log()
+    weights = torch.tensor([each[0] for each in several]).double()
+    if len(set(lengths.tolist())) < 3 or not bool((weights > 0).all()):
+        return 0.0
+    basis = torch.stack([lengths, torch.ones_like(lengths)], dim=1)
+    solved = torch.linalg.lstsq(basis, weights.log()[:, None], driver="gelsd").solution
+    apart = (basis @ solved)[:, 0] - weights.log()
+    return float(solved[0, 0]) if float(apart.abs().max()) < 1e-3 else 0.0
+
+
+def _chunk(facts: Facts) -> int:
+    """Returns how many columns of rows the chunks have over whose means the loss is a mean; 0:
+    there are none."""
+    column = dict[int, int]()
+    for row in facts.record.calls:
+        for at, number in enumerate(row.numbers):
+            column.setdefault(number, at)
+    for chunk in range(2, 1 + max(column.values(), default=0)):
+        groups = defaultdict[tuple[int, ...], list[float]](list)
+        for (number, _), weight in facts.kept.items():
+            groups[*facts.call(number), column[number] // chunk].append(weight)
+        several = list(groups.values())
+        if len(several) > 1 and all(map(facts.even, several)) and facts.even(map(sum, several)):
+            return chunk
+    return 0
 
 
 def _as_means(facts: Facts, several: list[list[float]]) -> str:
@@ -640,12 +696,15 @@ def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
     if min(abs(factor - 1), abs(trained / wanted - 1)) < facts.same:
         return
     bases = (1.0, wanted * factor / trained)
-    for words, value in _known_scales(facts):
-        for base in bases:
-            if abs(factor / (base * value) - 1) < facts.same:
-                yield Finding(SCALE, words)
-                return
-    yield Finding(SCALE, f"× {factor:.4g}")
+    causes = [
+        words
+        for words, value in _known_scales(facts)
+        if any(abs(factor / (base * value) - 1) < facts.same for base in bases)
+    ]
+    if causes:
+        yield Finding(SCALE, " or ".join(causes[:3]))
+    else:
+        yield Finding(SCALE, f"× {factor:.4g}")
 
 
 def _known_scales(facts: Facts) -> Iterator[tuple[str, float]]:
@@ -667,6 +726,11 @@ def _known_scales(facts: Facts) -> Iterator[tuple[str, float]]:
     divisors = {"all tokens": sum(len(row.ids) for row in facts.record.calls)}
     divisors["the tokens of documents"] = held
     divisors["the tokens but the first of each"] = held - len(facts.documents)
+    of_ranks = Counter(facts.rank(number) for number, _ in facts.wanted)
+    if ranks > 1:
+        for rank, count in of_ranks.items():
+            words = f"divided by {ranks} times the targets of rank {rank}"
+            yield words, wanted / (ranks * count)
     for name, count in divisors.items():
         yield f"divided by {name}, not by the targets", wanted / count
 
