@@ -269,3 +269,48 @@ def with_scores(heads: Heads, seen: torch.Tensor, factor: float, sinks: Any) -> 
     )
     likely = _softmax(scores.masked_fill(~seen, float("-inf")), sinks)
     return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)
+
+
+def with_head(
+    heads: Heads, seen: torch.Tensor, *, queries: int, keys: int, values: int
+) -> torch.Tensor:
+    """Returns what a head returns [tokens, d] with queries, keys and values of these heads."""
+    scores = _scores(
+        heads.queries[:, queries], heads.keys[:, keys], scaling=heads.scaling, cap=heads.cap
+    )
+    return torch.softmax(scores.masked_fill(~seen, float("-inf")), -1) @ heads.values[:, values]
+
+
+def with_rounded(
+    heads: Heads, seen: torch.Tensor, which: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns what heads return [tokens, heads, d] if keys and values are rounded where `which`
+    [tokens, tokens] is."""
+    queries = heads.queries.transpose(0, 1)
+    rounded_keys = heads.keys.to(dtype).double().transpose(0, 1)
+    rounded_values = heads.values.to(dtype).double().transpose(0, 1)
+    plain = _scores(queries, heads.keys.transpose(0, 1), scaling=heads.scaling, cap=heads.cap)
+    rounded = _scores(queries, rounded_keys, scaling=heads.scaling, cap=heads.cap)
+    scores = torch.where(which, rounded, plain).masked_fill(~seen, float("-inf"))
+    likely = _softmax(scores, heads.sinks)
+    of_plain = (likely * ~which) @ heads.values.transpose(0, 1)
+    return (of_plain + (likely * which) @ rounded_values).transpose(0, 1)
+
+
+def of_parts(
+    heads: Heads, seen: torch.Tensor, rank: torch.Tensor, index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what heads of a token return of the keys of each rank alone [ranks, heads, d], and
+    with which weights these are merged rightly [ranks, heads]; `seen`, `rank` [tokens]."""
+    query = heads.queries[index][:, None]
+    keys = heads.keys.transpose(0, 1)
+    scores = _scores(query, keys, scaling=heads.scaling, cap=heads.cap)[:, 0]
+    outputs = []
+    sums = []
+    for each in rank[seen].unique():
+        own = seen & (rank == each)
+        masked = scores.masked_fill(~own, float("-inf"))
+        likely = torch.softmax(masked, 1)
+        outputs.append(torch.einsum("hk,khd->hd", likely, heads.values))
+        sums.append(masked.logsumexp(1))
+    return torch.stack(outputs), torch.stack(sums).softmax(0)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from .causes import Cause
 from .contexts import APART, Context, Sequence
+from .off import Cause
 from .probe import END
 from .record import Record
 from .reference import Columns, Prediction, Reference

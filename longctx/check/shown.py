@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .causes import FirstOff, cause_of
+from .causes import cause_of
 from .contexts import APART, Context, Sequence
 from .fit import Fit, Pair, Shown
 from .looked import Looked
 from .objectives import focus
+from .off import FirstOff
 from .record import Record
 from .reference import LAST, Columns, Prediction, Reference
 
@@ -82,7 +83,7 @@ def fit_shown(
         scaled=scaled,
         alike=seen.alike(),
         first_off=off.part if off is not None else "",
-        cause=cause_of(off, record.tokens, reference) if off is not None else None,
+        cause=cause_of(off, record.tokens, reference, seen.ranks()) if off is not None else None,
         focus=seen.focus(record.tolerances.weights),
         slopes=slopes,
     )
@@ -231,6 +232,10 @@ class Seen:
         trained = [token for token in self.tokens if token.weight]
         weights = [token.weight for token in trained]
         return focus(weights, [token.chance for token in trained], limit=limit)
+
+    def ranks(self) -> dict[int, int]:
+        """Returns the rank of each token that is in a call, by its number."""
+        return {token.number: token.rank for token in self.tokens if token.number >= 0}
 
     def documents_off(self) -> set[int]:
         """Returns the documents with a token whose hidden state no right context has."""

@@ -1,0 +1,260 @@
+"""Causes of wrong attention: scores, sinks, the order of heads, how ranks' parts are merged, or
+which keys tokens saw."""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+import torch
+
+from .attended import (
+    ALONE,
+    MANY,
+    WAYS,
+    Heads,
+    Run,
+    of_parts,
+    runs,
+    with_head,
+    with_rounded,
+    with_scores,
+    with_slope,
+)
+from .objectives import nearest
+from .off import Cause, FirstOff
+from .probe import Tokens
+
+KEYS = "tokens see other keys than they should"
+SCALE_OF_SCORES = "scores of attention have another scale"
+SINKS = "sinks of attention are ignored, or there is one too many"
+HEADS = "heads of attention are in another order"
+DISTANCES = "scores of attention fall with the distance of keys"
+MERGED = "outputs of attention to ranks' keys are merged with wrong weights"
+ROUNDED_KEYS = "keys or values of other ranks are rounded"
+KINDS = (KEYS, SCALE_OF_SCORES, SINKS, HEADS, DISTANCES, MERGED, ROUNDED_KEYS)
+FACTORS = 1 / 256, 256.0
+"""Between which that of scores is looked for."""
+SLOPES = 1e-4, 16.0
+"""Between which the fall of scores with a token of distance is looked for."""
+
+
+class Attention:
+    """What heads returned in a step, against what they should have.
+
+    `ranks`: the rank of each token, by its number in the probe.
+    """
+
+    def __init__(
+        self,
+        off: FirstOff,
+        heads: Heads,
+        *,
+        returned: torch.Tensor,
+        tokens: Tokens,
+        window: int | None,
+        ranks: Mapping[int, int],
+    ) -> None:
+        self.off = off
+        self.heads = heads
+        self.returned = returned
+        self.tokens = tokens
+        self.limit = 10 * off.limit  # what heads returned is solved for
+        self.wrong = torch.tensor(off.wrong)
+        self.rank = torch.tensor([ranks[number] for number in heads.numbers])
+        numbers = torch.tensor(heads.numbers)
+        documents = torch.tensor([tokens.document[number] for number in heads.numbers])
+        self.seen = (numbers[:, None] >= numbers) & (documents[:, None] == documents)
+        as_it_is = with_scores(heads, self.seen, 1.0, heads.sinks)
+        apart = float((as_it_is - heads.returned).norm())
+        if window is not None and not apart <= self.limit * float(heads.returned.norm()):
+            self.seen &= numbers[:, None] - numbers < window
+
+    def cause(self) -> Cause | None:
+        """Returns why it is wrong; None where that is not known."""
+        return (
+            self._scores()
+            or self._heads()
+            or self._rounded()
+            or self._keys()
+            or self._merged()
+            or self._distances()
+        )
+
+    def _apart(self, found: torch.Tensor, head: int | None = None) -> float:
+        """Returns the relative difference of what wrong tokens' heads, or one of them, returned."""
+        right = self.returned[self.wrong]
+        own = found[self.wrong]
+        if head is not None:
+            right = right[:, head]
+        return float((own - right).norm() / right.norm().clamp_min(1e-300))
+
+    def _said(self, kind: str, words: str) -> Cause:
+        return Cause(kind, f"{words}: {self.off.in_words(self.tokens)}")
+
+    def _scores(self) -> Cause | None:
+        """Tells scores that are multiplied, or another denominator."""
+        zeros = torch.zeros(self.heads.queries.shape[1], dtype=torch.float64)
+        for words, sinks in (("ignored", None), ("one too many", zeros)):
+            if self._apart(with_scores(self.heads, self.seen, 1.0, sinks)) <= self.limit:
+                return self._said(SINKS, words)
+        factor = nearest(self._apart_by, *FACTORS)
+        if self._apart_by(factor) <= self.limit:
+            return self._said(SCALE_OF_SCORES, f"{factor:.4g} times what it should be")
+        return None
+
+    def _apart_by(self, factor: float) -> float:
+        return self._apart(with_scores(self.heads, self.seen, factor, self.heads.sinks))
+
+    def _heads(self) -> Cause | None:
+        """Tells whose queries, keys and values each head has."""
+        count = range(self.heads.queries.shape[1])
+        order = list[tuple[int, int, int]]()
+        for head in count:
+            own = (head, head, head)
+            others = sorted(product(count, count, count), key=lambda each: _changed(each, own))
+            found = next((each for each in others if self._is_head(head, each)), None)
+            if found is None:
+                return None
+            order.append(found)
+        names = ("queries", "keys", "values")
+        words = [
+            f"{name} of heads {', '.join(str(each[at]) for each in order)}"
+            for at, name in enumerate(names)
+            if [each[at] for each in order] != [*count]
+        ]
+        if not words:
+            return None
+        return self._said(HEADS, f"{' and '.join(words)} are at heads {', '.join(map(str, count))}")
+
+    def _is_head(self, head: int, of: tuple[int, int, int]) -> bool:
+        found = with_head(self.heads, self.seen, queries=of[0], keys=of[1], values=of[2])
+        return self._apart(found, head) <= self.limit
+
+    def _rounded(self) -> Cause | None:
+        """Tells keys and values of other ranks that are rounded."""
+        others = self.rank[:, None] != self.rank
+        for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+            if self._apart(with_rounded(self.heads, self.seen, others, dtype)) <= self.limit:
+                return self._said(ROUNDED_KEYS, f"to {name}")
+        return None
+
+    def _merged(self) -> Cause | None:
+        """Tells the weights of what a token gets from the keys of each rank."""
+        example = ""
+        for index in self.off.wrong:
+            outputs, rightly = of_parts(self.heads, self.seen[index], self.rank, index)
+            if not 1 < len(outputs) < outputs.shape[2]:
+                return None
+            wanted = self.returned[index]
+            basis = outputs.permute(1, 2, 0)
+            solved = torch.linalg.lstsq(basis, wanted[:, :, None], driver="gelsd").solution
+            left = float(((basis @ solved)[:, :, 0] - wanted).norm() / wanted.norm())
+            if not left <= self.limit:
+                return None
+            if not example:
+                found = ", ".join(f"{float(each):.3g}" for each in solved[0, :, 0])
+                right = ", ".join(f"{float(each):.3g}" for each in rightly[:, 0])
+                example = f"{found} in place of {right} in head 0 of {self._place(index)}"
+        return self._said(MERGED, example)
+
+    def _distances(self) -> Cause | None:
+        """Tells a penalty on the distance of keys, a number for each head."""
+        found = list[float]()
+        for head in range(self.heads.queries.shape[1]):
+
+            def apart(slope: float, head: int = head) -> float:
+                return self._apart(with_slope(self.heads, self.seen, slope, head), head)
+
+            slope = nearest(apart, *SLOPES)
+            if not apart(slope) <= self.limit:
+                return None
+            found.append(slope)
+        slopes = ", ".join(f"{slope:.3g}" for slope in found[:4])
+        return self._said(DISTANCES, f"by {slopes} for each token")
+
+    def _keys(self) -> Cause | None:
+        """Tells the keys that tokens saw: a run of them, or all but a run, or a run beside."""
+        at = self._wrong_heads()
+        found = dict[int, Run]()
+        step = -(-len(self.off.wrong) // MANY)
+        for index in self.off.wrong[::step]:
+            run = runs(self.heads, self.returned[index], index, at=at, seen=self.seen[index])
+            if not run.apart <= self.limit:
+                return None
+            found[index] = run
+        words = next(self._rules(found))
+        if len(at) < self.heads.queries.shape[1]:
+            words += f", in head {', '.join(map(str, at))} alone"
+        return self._said(KEYS, words)
+
+    def _wrong_heads(self) -> list[int]:
+        """Returns the heads that returned something else than they should."""
+        apart = (self.returned - self.heads.returned)[self.wrong].norm(dim=(0, 2))
+        size = self.heads.returned[self.wrong].norm(dim=(0, 2))
+        return [int(head) for head in (apart > self.limit * size).nonzero()[:, 0]]
+
+    def _rules(self, found: dict[int, Run]) -> Iterator[str]:
+        """Yields what all these runs have in common, then an example."""
+        tokens = self.tokens
+        numbers = self.heads.numbers
+        first_of = dict[int, int]()
+        last_of = dict[int, int]()
+        for index, number in enumerate(numbers):
+            first_of.setdefault(tokens.document[number], index)
+            last_of[tokens.document[number]] = index
+        documents = {index: tokens.document[numbers[index]] for index in found}
+        index, run = next(iter(found.items()))
+        if any(run.way != ALONE for run in found.values()):
+            way = next(way for way in WAYS if any(run.way == way for run in found.values()))
+            index, run = next(each for each in found.items() if each[1].way == way)
+            yield f"{self._place(index)} {way} {self._span(run)}"
+        if all(self._is_own_part(index, run) for index, run in found.items()):
+            yield "they see keys of their own rank alone"
+        begins = {index: run.begin - first_of[documents[index]] for index, run in found.items()}
+        later = {index: run.end - 1 - index for index, run in found.items()}
+        widths = {
+            index: index + 1 - run.begin
+            for index, run in found.items()
+            if run.begin > first_of[documents[index]]
+        }
+        ends = {index: run.end - first_of[documents[index]] for index, run in found.items()}
+        from_first = not any(begins.values())
+        to_own = not any(later.values())
+        if from_first and set(later.values()) == {-1}:
+            yield "they do not see their own key"
+        if from_first and min(later.values()) > 0:
+            clipped = [
+                value for index, value in later.items() if index + value < last_of[documents[index]]
+            ]
+            if not clipped:
+                yield "they see all later ones of their document"
+            elif set(clipped) == {max(later.values())}:
+                yield f"they see {clipped[0]} later ones"
+        if from_first and len(set(ends.values())) == 1:
+            yield f"keys from token {next(iter(ends.values()))} of a document on are hidden"
+        if to_own and len(set(begins.values())) == 1 and min(begins.values()) > 0:
+            yield f"they do not see the first {next(iter(begins.values()))} of their document"
+        if to_own and len(set(widths.values())) == 1 and len(widths) == len(found):
+            yield f"as with a window of {next(iter(widths.values()))} tokens"
+        yield f"{self._place(index)} {ALONE} {self._span(run)}"
+
+    def _is_own_part(self, index: int, run: Run) -> bool:
+        """Returns whether a run is all that a token should see of its own rank, and another rank
+        has more."""
+        own = self.seen[index] & (self.rank == self.rank[index])
+        keys = torch.zeros_like(own)
+        keys[run.begin : run.end] = True
+        return bool((own == keys).all()) and bool((self.seen[index] & ~own).any())
+
+    def _place(self, index: int) -> str:
+        number = self.heads.numbers[index]
+        return f"token {self.tokens.place[number]} of document {self.tokens.document[number]}"
+
+    def _span(self, run: Run) -> str:
+        if run.end - run.begin == 1:
+            return self._place(run.begin)
+        return f"tokens from {self._place(run.begin)[6:]} to {self._place(run.end - 1)[6:]}"
+
+
+def _changed(of: tuple[int, int, int], own: tuple[int, int, int]) -> int:
+    """Returns how many of queries, keys and values are of another head."""
+    return sum(theirs != mine for theirs, mine in zip(of, own, strict=True))
