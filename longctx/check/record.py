@@ -8,6 +8,7 @@ with record(model) as seen:
 """
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -380,12 +381,14 @@ def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
         dtype=step.dtype,
         changed_at=step.changed_at,
         not_finite_in=step.not_finite_in,
-        sums={name: float(weight.sum()) for name, weight in step.reference.named_parameters()},
+        sums={
+            name: float(weight.detach().sum()) for name, weight in step.reference.named_parameters()
+        },
     )
 
 
 def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> Record:
-    called = [row for each in everyones for row in each.calls]
+    called = _with_ends([row for each in everyones for row in each.calls], tokens)
     _require_ids_of_the_probe(called, tokens)
     used = {token for row in called for token in row.ids}
     batched = [row for each in everyones for row in each.batches if set(row.ids) & used]
@@ -446,6 +449,32 @@ def _called(step: Step, tokens: Tokens, rank: int) -> list[Row]:
         for call, (ids, at) in enumerate(zip(step.calls, positions, strict=True))
         for row in _rows(tokens, rank, call=call, ids=ids, positions=at)
     ]
+
+
+def _with_ends(rows: list[Row], tokens: Tokens) -> list[Row]:
+    """Returns rows in which ENDs that do not follow their document, as where it is split in
+    zigzag, have their numbers: those whose position only one of them has."""
+    held = {number for row in rows for number in row.numbers}
+    lasts = [tokens.of(document)[-1] for document in range(len(tokens.probe.lengths))]
+    wanted = {
+        tokens.place[last]: last for last in lasts if tokens.ids[last] == END and last not in held
+    }
+    places = Counter(
+        position
+        for row in rows
+        for token, number, position in zip(row.ids, row.numbers, row.positions, strict=False)
+        if token == END and number < 0
+    )
+    found = list[Row]()
+    for row in rows:
+        numbers = list(row.numbers)
+        for at, position in enumerate(row.positions):
+            is_end = row.ids[at] == END and numbers[at] < 0
+            last = wanted.get(position)
+            if is_end and last is not None and places[position] == 1 and last - 1 in held:
+                numbers[at] = last
+        found.append(row._replace(numbers=numbers))
+    return found
 
 
 def _first(values: Iterable[float | None]) -> float | None:

@@ -95,10 +95,17 @@ class Reference:
         }
         """Parameters that were trained when the step began, and have no gradient on any rank."""
         own = [name for name, weight in self.named.items() if weight is self.head.weight]
-        if own and self.head.weight is not self.model.get_input_embeddings().weight:
+        is_tied = self.head.weight is self.model.get_input_embeddings().weight
+        if own and not is_tied:
             self.output: str | None = own[0]
         else:
             self.output = None
+        fitted = dict(self.named)
+        if own and is_tied and len(self.named) > 1:
+            del fitted[own[0]]
+        self.fitted = fitted
+        """Parameters whose gradients are fitted at once without one of the output layer: all but a
+        tied one, of which a share may be missing."""
         plain = (
             self.output
             and self.head.bias is None
@@ -146,12 +153,17 @@ class Reference:
 
     def logits(self, sequence: Sequence) -> torch.Tensor:
         """Returns logits [tokens, V]."""
-        ids = torch.tensor([[self.id_of(number) for number in sequence.numbers]])
-        inputs = {"input_ids": ids, "position_ids": torch.tensor([sequence.positions])}
-        logits: torch.Tensor = self.model(
-            **inputs, attention_mask=self._mask(sequence), use_cache=False
-        ).logits[0]
+        logits: torch.Tensor = self.model(**self._inputs(sequence)).logits[0]
         return logits
+
+    def _inputs(self, sequence: Sequence) -> dict[str, Any]:
+        ids = torch.tensor([[self.id_of(number) for number in sequence.numbers]])
+        return {
+            "input_ids": ids,
+            "position_ids": torch.tensor([sequence.positions]),
+            "attention_mask": self._mask(sequence),
+            "use_cache": False,
+        }
 
     def _at_output(self, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns logits, their slopes by what the output layer returns [tokens, V], and what that
@@ -198,6 +210,19 @@ class Reference:
                 hook.remove()
         return of_tokens(kept, len(sequence.numbers)) | {LAST: last[0][0].detach()}
 
+    def router_logits(self, sequence: Sequence) -> list[torch.Tensor] | None:
+        """Returns what routers return of each layer [tokens, experts]; None without routers that
+        transformers know of."""
+        model = self.model
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        # Not the whole model, which would compute the loss with a mask of four dimensions.
+        output = model.base_model(**self._inputs(sequence), output_router_logits=True)
+        of_layers = getattr(output, "router_logits", None)
+        if not of_layers:
+            return None
+        return [each.flatten(0, -2) for each in of_layers]
+
     def losses(self, sequence: Sequence, predictions: Iterable[Prediction]) -> torch.Tensor:
         """Returns the cross-entropy of each prediction of a sequence."""
         places, targets = zip(*((each.place, each.target) for each in predictions), strict=True)
@@ -212,9 +237,9 @@ class Reference:
             if self.output is None:
                 for loss in self.losses(sequence, chosen):
                     found = torch.autograd.grad(
-                        loss, list(self.named.values()), retain_graph=True, allow_unused=True
+                        loss, list(self.fitted.values()), retain_graph=True, allow_unused=True
                     )
-                    left.append(self._flat(dict(zip(self.named, found, strict=True))).T)
+                    left.append(self._flat(dict(zip(self.fitted, found, strict=True))).T)
                     right.append(torch.ones(1, 1, dtype=torch.float64))
                 continue
             logits, slopes, states = self._at_output(sequence)
@@ -237,7 +262,7 @@ class Reference:
 
     def _flat(self, gradients: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         """Returns gradients in one column [P, 1]."""
-        each = ((gradients.get(name), weight) for name, weight in self.named.items())
+        each = ((gradients.get(name), weight) for name, weight in self.fitted.items())
         return torch.cat(
             [
                 torch.zeros_like(weight).flatten() if slope is None else slope.flatten()
@@ -258,7 +283,7 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         for sequence, chosen in _by_sequence(weights):
             self._weighted_loss(sequence, chosen, weights).backward()
-        return self._taken()
+        return self.taken()
 
     def gradients_of(self, slopes: Mapping[Sequence, torch.Tensor]) -> "Gradients":
         """Returns gradients for ∂loss/∂ of what the output layer returns, for the tokens of each
@@ -266,7 +291,7 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         for sequence, each in slopes.items():
             self.output_of(sequence).backward(each)
-        return self._taken()
+        return self.taken()
 
     def _weighted_loss(
         self,
@@ -287,7 +312,7 @@ class Reference:
             hook.remove()
         return kept[0][0]
 
-    def _taken(self) -> "Gradients":
+    def taken(self) -> "Gradients":
         """Returns the gradients that the model has, and leaves none."""
         found = {
             name: torch.zeros_like(w) if w.grad is None else w.grad.double()

@@ -25,6 +25,7 @@ from .numbers import largest
 from .probe import END, PAD
 from .record import Record, Tensors
 from .reference import Gradients, Prediction, Reference
+from .routers import loss_of_routers
 from .variants import KINDS as VARIANTS
 
 NOT_FINITE = "gradients are not finite"
@@ -47,6 +48,8 @@ WEIGHTS_BY = "weights differ by {}"
 OBJECTIVE_OTHER = "the objective is not the cross-entropy of one id for each token"
 ATTENTION = re.compile(r"att(?!\w*norm)|mixer")
 """What names of parts have that mix tokens."""
+DECAY = "a share of the weights is added to gradients"
+ROUTERS = "the loss of routers is added to that of tokens"
 CHANGED = "gradients are changed after backward"
 LOGGED_LOSS = "the logged loss is wrong"
 LOGGED_NORM = "the logged gradient norm is wrong"
@@ -324,7 +327,16 @@ def kinds() -> list[str]:
         HIDDEN,
         WEIGHTS,
     )
-    of_numbers = (SCALE, OBJECTIVE_OTHER, CHANGED, BACKWARD_WRONG, LOGGED_LOSS, LOGGED_NORM)
+    of_numbers = (
+        SCALE,
+        OBJECTIVE_OTHER,
+        DECAY,
+        ROUTERS,
+        CHANGED,
+        BACKWARD_WRONG,
+        LOGGED_LOSS,
+        LOGGED_NORM,
+    )
     by_groups = [words.format(name) for words in (MEAN_OF_MEANS, WEIGHTS_BY) for name in MEANS]
     by_groups.append(MEAN_OF_MEANS.format(CHUNKS))
     return [
@@ -427,8 +439,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
         if not other_objective:
             yield from _weights(facts)
         after = list(_after(facts))
-        yield from after
-        if fit.whole and not after:
+        beside = list(_beside(facts, gradients.of)) if fit.whole else []
+        yield from beside or after
+        if fit.whole and not after and not beside:
             yield from _backward(facts, gradients.of)
     loss = facts.reference.loss(fit.weights) if fit.whole and not other_objective else None
     yield from _log(facts, loss)
@@ -453,7 +466,7 @@ def _apart(record: Record) -> Iterator[Finding]:
     else:
         which = _suffixes(record.apart)
     most = max(record.apart.values())
-    yield Finding(APART_RANKS, f"those of {which}, by up to {100 * most:.2g} %")
+    yield Finding(APART_RANKS, f"those of {which}, by up to {100 * most:.3g} %")
 
 
 def _missing(facts: Facts) -> Iterator[Finding]:
@@ -713,7 +726,8 @@ def _known_scales(facts: Facts) -> Iterator[tuple[str, float]]:
     ranks = facts.record.ranks
     micro_batches = 1 + max(row.call for row in facts.record.calls)
     counts = {"ranks": ranks, "micro-batches": micro_batches}
-    counts["ranks × micro-batches"] = ranks * micro_batches
+    if min(counts.values()) > 1:
+        counts["ranks × micro-batches"] = ranks * micro_batches
     several = [(name, count) for name, count in counts.items() if count > 1]
     for name, count in several:
         yield f"× {count}, the number of {name}", float(count)
@@ -763,11 +777,43 @@ def _after(facts: Facts) -> Iterator[Finding]:
     yield Finding(CHANGED, details)
 
 
+def _beside(facts: Facts, expected: Tensors) -> Iterator[Finding]:
+    """Yields what is added to all gradients: a share of the weights, or the loss of routers."""
+    lacking = {name: facts.record.gradients[name] - right for name, right in expected.items()}
+    limit = facts.limits.backward
+    size = _norm(expected)
+    if not _norm(lacking) > limit * size:
+        return
+    weights = {name: weight.detach() for name, weight in facts.reference.named.items()}
+    candidates = {DECAY: weights}
+    routers = loss_of_routers(facts.record, facts.reference)
+    if routers is not None:
+        candidates[ROUTERS] = routers
+    for kind, added in candidates.items():
+        times = _product(lacking, added) / max(_norm(added) ** 2, 1e-300)
+        left = {name: lacking[name] - times * each for name, each in added.items()}
+        if _norm(left) <= limit * _norm(lacking):
+            yield Finding(kind, f"{times:.3g} times")
+            return
+
+
+def _norm(tensors: Tensors) -> float:
+    return float(_product(tensors, tensors) ** 0.5)
+
+
+def _product(ones: Tensors, others: Tensors) -> float:
+    return sum(float((one * others[name]).sum()) for name, one in ones.items())
+
+
 def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
     """Yields parameters whose gradients do not follow from the weights: what is wrong in a layer
     shows in all before it."""
-    if not gradients or (facts.reference.output is None and facts.fit.shown is None):
-        return  # all gradients were fitted at once: nothing is left to compare
+    if facts.reference.output is None and facts.fit.shown is None:
+        # What was fitted at once leaves nothing to compare.
+        fitted = facts.reference.fitted
+        gradients = {name: each for name, each in gradients.items() if name not in fitted}
+    if not gradients:
+        return
     sizes = {name: float(value.norm()) for name, value in gradients.items()}
     least = 1e-3 * largest(sizes.values())
     layers = _layers(facts.reference.order)
