@@ -9,13 +9,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .errors import CheckError, UsageError
-from .probe import named
+from .probe import Probe, named
 from .step import Report, check_step
+from .template import TEMPLATES, missing_package, text_of, write
 
 SUMMARY = (
     "Name what is wrong with packing, padding, accumulation or context parallelism in a step "
@@ -62,9 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
     parser.set_defaults(program=parser.prog)
     parser.add_argument(
         "script",
+        nargs="?",
         type=path,
         metavar="FILE",
         help="Python file with `make(probe)`: see docs/check-step.md",
+    )
+    parser.add_argument(
+        "--template",
+        choices=TEMPLATES,
+        metavar="KIND",
+        help=f"print a file to begin with, for a trainer of this kind: {', '.join(TEMPLATES)}",
+    )
+    parser.add_argument(
+        "-o", "--out", type=path, metavar="FILE", help="write the template to this file"
     )
     parser.add_argument(
         "--make",
@@ -96,11 +108,19 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
 
 def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ()) -> int:
     """Checks a step on this process, and the others that its launcher started with it, prints the
-    verdicts and returns the exit status.
+    verdicts and returns the exit status; or prints a template.
 
     Raises UsageError for a file, function, probe or fault that does not exist, and passes errors of
     the types `passed` on.
     """
+    if arguments.template is not None:
+        _give(arguments.template, arguments)
+        return 0
+    if arguments.script is None:
+        raise UsageError(
+            "no file is given: `--template KIND -o FILE` writes one to begin with, where KIND is "
+            f"one of {', '.join(TEMPLATES)}"
+        )
     if not arguments.script.is_file():
         raise UsageError(
             f"there is no file {arguments.script}: give a Python file with a function make(probe)"
@@ -110,10 +130,10 @@ def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ())
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     not_caught: tuple[type[Exception], ...] = (UsageError, *passed)
+    beside_it = str(arguments.script.resolve().parent)
+    sys.path.insert(0, beside_it)  # as Python does for a script
     try:
-        make = runpy.run_path(str(arguments.script), run_name="check").get(arguments.make)
-        if make is None:
-            raise UsageError(f"{arguments.script} has no function {arguments.make}(probe)")
+        make = _function(arguments.make, arguments.script)
         report = check_step(make, probes, arguments.allow)
     except CheckError as error:
         if rank == 0:
@@ -126,11 +146,38 @@ def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ())
         print(f"{arguments.program}: no verdict, as the error above was raised", file=sys.stderr)
         return CRASHED
     finally:
+        sys.path.remove(beside_it)
         if dist.is_initialized():
             dist.destroy_process_group()
     if rank == 0:
         _print(report, as_json=arguments.json)
     return report.status
+
+
+def _give(template: str, arguments: argparse.Namespace) -> None:
+    """Prints a template, or writes it to a file."""
+    if arguments.out is None:
+        print(text_of(template, arguments.program), end="")
+    else:
+        write(template, program=arguments.program, path=arguments.out)
+
+
+def _function(name: str, script: Path) -> Callable[[Probe], Any]:
+    """Runs a file and returns its function of this name.
+
+    Raises UsageError without one, CheckError for a trainer's package that is not installed.
+    """
+    try:
+        names = runpy.run_path(str(script), run_name="check")
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing:
+            raise CheckError(f"{script}: {missing}") from error
+        raise
+    if name not in names:
+        raise UsageError(f"{script} has no function {name}(probe)")
+    function: Callable[[Probe], Any] = names[name]
+    return function
 
 
 def _print(report: Report, *, as_json: bool) -> None:
