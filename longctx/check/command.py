@@ -7,16 +7,21 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .errors import CheckError, UsageError
-from .probe import DTYPES, named
+from .github import annotation, annotations
+from .loop import place
+from .probe import DTYPES, Probe, named
 from .step import Report, check_step
+from .template import TEMPLATES, missing_package, text_of, write
 
 SUMMARY = (
     "Name what is wrong with packing, padding, accumulation or context parallelism in a step "
@@ -63,9 +68,19 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
     parser.set_defaults(program=parser.prog)
     parser.add_argument(
         "script",
+        nargs="?",
         type=path,
         metavar="FILE",
         help="Python file with `make(probe)`: see docs/check-step.md",
+    )
+    parser.add_argument(
+        "--template",
+        choices=TEMPLATES,
+        metavar="KIND",
+        help=f"print a file to begin with, for a trainer of this kind: {', '.join(TEMPLATES)}",
+    )
+    parser.add_argument(
+        "-o", "--out", type=path, metavar="FILE", help="write the template to this file"
     )
     parser.add_argument(
         "--make",
@@ -92,7 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
         choices=DTYPES,
         help="of the weights of `probe.model` (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print verdicts as JSON")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print verdicts as JSON")
+    output.add_argument(
+        "--github", action="store_true", help="also print annotations of GitHub Actions"
+    )
     parser.epilog = (
         "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 "
         "refused, 4 an error in the file or in its function. On several ranks:\n"
@@ -103,49 +122,101 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
 
 def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ()) -> int:
     """Checks a step on this process, and the others that its launcher started with it, prints the
-    verdicts and returns the exit status.
+    verdicts and returns the exit status; or prints a template.
 
     Raises UsageError for a file, function, probe or fault that does not exist, and passes errors of
     the types `passed` on.
     """
+    if arguments.template is not None:
+        _give(arguments.template, arguments)
+        return 0
+    if arguments.script is None:
+        raise UsageError(
+            "no file is given: `--template KIND -o FILE` writes one to begin with, where KIND is "
+            f"one of {', '.join(TEMPLATES)}"
+        )
     if not arguments.script.is_file():
         raise UsageError(
             f"there is no file {arguments.script}: give a Python file with a function make(probe)"
         )
     asked = named(arguments.probe or ())
     probes = [replace(probe, dtype=arguments.dtype) for probe in asked]
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
     not_caught: tuple[type[Exception], ...] = (UsageError, *passed)
-    try:
-        make = runpy.run_path(str(arguments.script), run_name="check").get(arguments.make)
-        if make is None:
-            raise UsageError(f"{arguments.script} has no function {arguments.make}(probe)")
-        report = check_step(make, probes, arguments.allow)
-    except CheckError as error:
-        if rank == 0:
-            print(f"{arguments.program}: refused: {error}", file=sys.stderr)
-        return REFUSED
-    except not_caught:
-        raise
-    except (Exception, SystemExit):
-        traceback.print_exc()
-        print(f"{arguments.program}: no verdict, as the error above was raised", file=sys.stderr)
-        return CRASHED
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with _joined_processes() as rank:
+        try:
+            make = _function(arguments.make, arguments.script)
+            report = check_step(make, probes, arguments.allow)
+        except CheckError as error:
+            if rank == 0:
+                _print_no_verdict(f"refused: {error}", arguments)
+            return REFUSED
+        except not_caught:
+            raise
+        except (Exception, SystemExit):
+            traceback.print_exc()
+            _print_no_verdict("no verdict, as the error above was raised", arguments)
+            return CRASHED
     if rank == 0:
-        _print(report, as_json=arguments.json)
+        _print(report, arguments)
     return report.status
 
 
-def _print(report: Report, *, as_json: bool) -> None:
-    if as_json:
-        print(report.to_json())
+@contextmanager
+def _joined_processes() -> Iterator[int]:
+    """Joins the processes that the launcher started with this one, and yields the rank."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    rank, _ = place()
+    try:
+        yield rank
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _give(template: str, arguments: argparse.Namespace) -> None:
+    """Prints a template, or writes it to a file."""
+    if arguments.out is None:
+        print(text_of(template, arguments.program), end="")
     else:
-        print("\n".join(report.lines()))
+        write(template, program=arguments.program, path=arguments.out)
+
+
+def _function(name: str, script: Path) -> Callable[[Probe], Any]:
+    """Runs a file and returns its function of this name.
+
+    Raises UsageError without one, CheckError for a trainer's package that is not installed.
+    """
+    folder = str(script.resolve().parent)
+    sys.path.insert(0, folder)  # as Python does for a script
+    try:
+        names = runpy.run_path(str(script), run_name="check")
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing:
+            raise CheckError(f"{script}: {missing}") from error
+        raise
+    if name not in names:
+        raise UsageError(f"{script} has no function {name}(probe)")
+    function: Callable[[Probe], Any] = names[name]
+    return function
+
+
+def _print(report: Report, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(report.to_json())
+        return
+    lines = report.lines()
+    if arguments.github:
+        lines += annotations(report, file=arguments.script.as_posix())
+    print("\n".join(lines))
+
+
+def _print_no_verdict(reason: str, arguments: argparse.Namespace) -> None:
+    print(f"{arguments.program}: {reason}", file=sys.stderr)
+    if arguments.github:
+        file = arguments.script.as_posix()
+        print(annotation("error", reason, file=file, title=arguments.program))
 
 
 def _launches(processes: int) -> bool:

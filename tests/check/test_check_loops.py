@@ -1,54 +1,140 @@
-"""Loops of examples/check_loops.py are right, a fault in each is named, and the pytest plugin says
-so."""
+"""Templates are right as printed, a fault in each is named, and the pytest plugin says so."""
 
 import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
 
-from longctx.check import PROBES, Probe, check_step
+from longctx.check import PROBES, Probe, check_step, template
+from longctx.check.command import main as wheel_main
+from longctx.check.template import DISTRIBUTIONS, TEMPLATES
 from longctx.cli import main
 
 pytest_plugins = "pytester"
-LOOPS = Path(__file__).parents[2] / "examples" / "check_loops.py"
+FOLDER = Path(__file__).parents[2] / "longctx" / "check" / "templates"
 FAULTS = {
-    "with_accelerate": (
+    "accelerate": (
         "logits[:, :-1]",
         "logits[:, 1:]",
         "labels are not shifted: tokens predict themselves",
     ),
-    "like_torchtitan": (
-        "mask = same & ",
-        "mask = ",
+    "ddp": ("losses / targets", "losses / (2 * targets)", "the loss has a wrong scale"),
+    "fsdp2": (
+        "losses / targets",
+        "losses / (labels[:, 1:] != -100).sum() / probe.micro_batches",
+        "the loss is a mean of means of micro-batches",
+    ),
+    "own": (
+        "mask = same & earlier",
+        "mask = earlier",
         "documents see each other, though positions begin anew with each",
     ),
-    "like_megatron": (
-        "main_grad / targets",
-        "main_grad / (2 * targets)",
-        "the loss has a wrong scale",
+    "trainer": ('"qwen3"', '"gpt_oss"', "documents see each other"),
+    "trl": (
+        "max_length=None,\n        padding_free=True",
+        "max_length=64, packing=True, packing_strategy='wrapped'",
+        "documents see each other",
     ),
 }
+"""Template → what takes the place of what in it, and the fault that is then named first."""
+ABSENT = [name for name in TEMPLATES if name not in FAULTS]
+"""Of packages that tests do not have."""
 SHORT = Probe("short", lengths=(1, 9, 14, 5), micro_batches=2)
 
 
+def function(text: str, folder: Path) -> Callable[[Probe], Any]:
+    file = folder / "check.py"
+    file.write_text(text, encoding="utf-8")
+    make: Callable[[Probe], Any] = runpy.run_path(str(file))["make"]
+    return make
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_loop_is_right_and_its_fault_is_named(name: str, tmp_path: Path) -> None:
+def test_a_template_is_right_and_its_fault_is_named(name: str, tmp_path: Path) -> None:
     # A trainer of another test may have left its precision there.
     AcceleratorState._reset_state(True)
+    text = template.text_of(name, "longctx check-step")
+    report = check_step(function(text, tmp_path), [SHORT])
+    assert report.lines()[0] == "short: right"
     right, wrong, kind = FAULTS[name]
-    assert check_step(runpy.run_path(str(LOOPS))[name], [SHORT]).lines()[0] == "short: right"
-    faulty = tmp_path / "loops.py"
-    faulty.write_text(LOOPS.read_text(encoding="utf-8").replace(right, wrong), encoding="utf-8")
-    (verdict,) = check_step(runpy.run_path(str(faulty))[name], [SHORT]).verdicts
-    assert [finding.kind for finding in verdict.findings][:1] == [kind]
+    assert right in text
+    (verdict,) = check_step(function(text.replace(right, wrong), tmp_path), [SHORT]).verdicts
+    assert verdict.findings[0].kind.startswith(kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_loops_on_two_processes(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-step", str(LOOPS), "--make", name, "--processes", "2"]) == 0
+def test_templates_on_two_processes(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "check.py")
+    assert main(["check-step", "--template", name, "-o", file]) == 0
+    assert main(["check-step", file, "--processes", "2"]) == 0
     assert capfd.readouterr().out.splitlines() == [f"{probe.name}: right" for probe in PROBES]
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_template_without_its_package_says_what_to_install(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "check.py")
+    assert main(["check-step", "--template", name, "-o", file]) == 0
+    assert main(["check-step", file]) == 3
+    error = capsys.readouterr().err
+    assert f"is not installed: pip install {DISTRIBUTIONS[name]}\n" in error
+
+
+def test_there_is_a_template_of_each_name() -> None:
+    files = {path.stem.removeprefix("check_"): path for path in FOLDER.glob("*.py")}
+    assert sorted(files) == sorted(TEMPLATES)
+    for name, path in files.items():
+        text = path.read_text(encoding="utf-8")
+        assert text.count("# PUT YOURS HERE: ") in (2, 3, 4), name
+
+
+def test_a_template_imports_what_prints_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["check-step", "--template", "ddp"]) == 0
+    text = capsys.readouterr().out
+    assert "from longctx.check.loop import" in text and "longctx check-step FILE" in text
+    monkeypatch.setattr(template, "__package__", "longctx_check")
+    assert wheel_main(["--template", "ddp"]) == 0
+    text = capsys.readouterr().out
+    assert "from longctx_check.loop import" in text and "longctx-check FILE" in text
+    assert "longctx.check" not in text and "check-step" not in text
+
+
+def test_a_template_replaces_no_file_and_hides_no_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "check.py"
+    file.write_text("mine")
+    assert main(["check-step", "--template", "ddp", "-o", str(file)]) == 2
+    assert f"{file} exists: choose another file, or delete it" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+    assert main(["check-step", "--template", "trl", "--out", str(tmp_path / "trl.py")]) == 2
+    assert "would be imported in place of trl" in capsys.readouterr().err
+    assert main(["check-step"]) == 2
+    assert "`--template KIND -o FILE` writes one to begin with" in capsys.readouterr().err
+
+
+def test_a_file_imports_what_lies_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_the_check.py").write_text("def loop(probe): return 7")
+    file = tmp_path / "check.py"
+    file.write_text("from beside_the_check import loop as make")
+    assert main(["check-step", str(file)]) == 3
+    assert "make returned int" in capsys.readouterr().err
+    file.write_text("import no_such_module")
+    assert main(["check-step", str(file)]) == 4
+    assert "No module named 'no_such_module'" in capsys.readouterr().err
 
 
 MARKED = """

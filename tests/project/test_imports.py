@@ -93,11 +93,13 @@ BOTH_WAYS = {("longctx.attention", "longctx.attention.kernels")}
 
 def sources() -> Iterator[tuple[str, Path]]:
     """Every module's dotted name and file; the links longctx/attention and longctx/data are not
-    followed."""
+    followed, and templates are data."""
     for package, folder in PARTS.items():
         for path in sorted(folder.rglob("*.py")):
             relative = path.relative_to(folder).with_suffix("")
             if package == "longctx" and relative.parts[0] in ("attention", "data"):
+                continue
+            if package == "longctx" and relative.parts[:2] == ("check", "templates"):
                 continue
             name = ".".join([package, *(part for part in relative.parts if part != "__init__")])
             yield name, path

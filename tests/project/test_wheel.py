@@ -63,6 +63,10 @@ def test_it_holds_every_module_and_nothing_else(wheel: Path, repository: Path) -
         else f"{name.replace('.', '/')}.py"
         for name, path in MODULES.items()
     }
+    expected |= {
+        str(path.relative_to(repository))
+        for path in repository.glob("longctx/check/templates/*.py")
+    }
     found = names(wheel)
     assert {name for name in found if name.endswith(".py")} == expected
     profiles = {
