@@ -16,6 +16,7 @@ torchtune        torchtune 0.6.1, torchao 0.10.0, transformers
 lightning        lightning 2.6.6, transformers
 accelerate       as for the first table
 openrlhf         the same, and openrlhf 0.11.2, pylatexenc; an empty module stands for DeepSpeed
+verl             verl 0.9.1, transformers 5.10.2, ray 2.55.0, tensordict 0.10.0, datasets 4.8.4, codetiming, hydra-core, ./extras/flash_attn_cpu
 """
 
 import contextlib
@@ -35,6 +36,7 @@ from bench.check_stacks_loops import ACCELERATE, AUTOMODEL, LIGHTNING, TORCHTUNE
 from bench.check_stacks_megatron import megatron
 from bench.check_stacks_rings import PACKED, RING_FLASH_ATTN
 from bench.check_stacks_rlhf import OPENRLHF
+from bench.check_stacks_verl import VERL
 from longctx.check import Probe
 from longctx.check.probe import END
 from longctx.check.trainer import arguments
@@ -254,6 +256,7 @@ PACKAGES |= {
     "torchtune": ("torchtune", "torchao"),
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
+    "verl": ("verl", "longctx-flash-attn-cpu"),
     "openrlhf": ("openrlhf", "ring-flash-attn", "longctx-flash-attn-cpu"),
 }
 PROBES_OF: dict[str, Sequence[Probe]] = {
@@ -308,6 +311,7 @@ OTHERS: dict[str, dict[str, Make]] = {
     },
     "ring-flash-attn": RING_FLASH_ATTN,
     "openrlhf": OPENRLHF,
+    "verl": VERL,
     "automodel": AUTOMODEL,
     "torchtune": TORCHTUNE,
     "lightning": LIGHTNING,

@@ -309,10 +309,15 @@ def by_the_adapter(*, window: int | None = None) -> Make:
     return make
 
 
-def connect() -> tuple[int, int]:
-    """Starts a process group where there are several processes; returns rank and their number."""
-    if ranks() > 1 and not dist.is_initialized():
+def connect(*, alone: bool = False) -> tuple[int, int]:
+    """Starts a process group where there are several processes, or also `alone`; returns rank and
+    their number."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if ranks() > 1:
         dist.init_process_group("gloo")
+    elif alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return int(os.environ.get("RANK", "0")), ranks()
 
 
