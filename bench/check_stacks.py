@@ -28,6 +28,8 @@ from longctx.check.trainer import arguments
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 warnings.simplefilter("ignore")
+PACKED_TOKENS = 256
+"""Of rows that hold a probe's documents, packed."""
 Make = Callable[[Probe], Any]
 ASKED = [probe for probe in PROBES if probe.name != "few documents"]
 
@@ -100,7 +102,8 @@ def by_trl(**more: Any) -> Make:
 
         given = of_step(probe, **{"max_length": None, "gradient_checkpointing": False, **more})
         if more.get("packing"):
-            given["per_device_train_batch_size"] = max(1, given["per_device_train_batch_size"] // 3)
+            packs = PACKED_TOKENS // more["max_length"]
+            given["per_device_train_batch_size"] = -(-packs // probe.micro_batches // ranks())
         rows = datasets.Dataset.from_list(
             probe.rows if probe.prompt else [{"input_ids": ids} for ids in probe.documents]
         )
@@ -150,9 +153,6 @@ STACKS: dict[str, Make] = {
     "Trainer, `DataCollatorForLanguageModeling`": trainer(for_language_models),
     "Trainer, padded, GPT-2": trainer(padded(), "gpt2"),
     "Trainer, padded, BART's decoder": trainer(padded(), "bart"),
-    "Trainer, padded, five rows a batch": trainer(
-        padded(), per_device_train_batch_size=5, gradient_accumulation_steps=2
-    ),
     "Trainer, `average_tokens_across_devices=False`": trainer(
         padded(), average_tokens_across_devices=False
     ),
@@ -174,6 +174,10 @@ STACKS: dict[str, Make] = {
     "longctx in TRL": ours(by_trl()),
     "longctx in TRL, `evaluate` before": evaluated(ours(by_trl())),
 }
+if ranks() > 1:
+    STACKS["Trainer, padded, batches that do not fill the ranks"] = trainer(
+        padded(), per_device_train_batch_size=5, gradient_accumulation_steps=2
+    )
 
 
 RESULTS = Path(__file__).parent / "results" / "check_stacks.md"
