@@ -4,15 +4,20 @@ python -m bench.check_stacks                                                # on
 torchrun --standalone --nproc-per-node 2 -m bench.check_stacks              # two
 python -m bench.check_stacks --stack axolotl                               # with an environment of bench/check_stacks_others.py
 
-Writes a row of bench/results/check_stacks.md for each set-up: its faults on each probe, in words.
+Writes a row of bench/results/check_stacks.md for each set-up: its faults on each probe, in words,
+the seconds it took, and the most memory that rank 0 held.
 """
 
 import argparse
 import os
 import re
+import sys
+import time
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import date
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,8 @@ from longctx.check.trainer import arguments
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 warnings.simplefilter("ignore")
+PACKED_TOKENS = 256
+"""Of rows that hold a probe's documents, packed."""
 Make = Callable[[Probe], Any]
 ASKED = [probe for probe in PROBES if probe.name != "few documents"]
 
@@ -95,7 +102,8 @@ def by_trl(**more: Any) -> Make:
 
         given = of_step(probe, **{"max_length": None, "gradient_checkpointing": False, **more})
         if more.get("packing"):
-            given["per_device_train_batch_size"] = max(1, given["per_device_train_batch_size"] // 3)
+            packs = PACKED_TOKENS // more["max_length"]
+            given["per_device_train_batch_size"] = -(-packs // probe.micro_batches // ranks())
         rows = datasets.Dataset.from_list(
             probe.rows if probe.prompt else [{"input_ids": ids} for ids in probe.documents]
         )
@@ -131,15 +139,20 @@ def evaluated(make: Make) -> Make:
     return made
 
 
+def without(name: str) -> None:
+    """Puts an empty module in the place of one that no CPU build has, and that a step on a CPU does not
+    need."""
+    module = types.ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    sys.modules.setdefault(name, module)
+
+
 STACKS: dict[str, Make] = {
     "Trainer, padded at the right": trainer(padded()),
     "Trainer, padded at the left": trainer(padded("left")),
     "Trainer, `DataCollatorForLanguageModeling`": trainer(for_language_models),
     "Trainer, padded, GPT-2": trainer(padded(), "gpt2"),
     "Trainer, padded, BART's decoder": trainer(padded(), "bart"),
-    "Trainer, padded, five rows a batch": trainer(
-        padded(), per_device_train_batch_size=5, gradient_accumulation_steps=2
-    ),
     "Trainer, `average_tokens_across_devices=False`": trainer(
         padded(), average_tokens_across_devices=False
     ),
@@ -161,6 +174,10 @@ STACKS: dict[str, Make] = {
     "longctx in TRL": ours(by_trl()),
     "longctx in TRL, `evaluate` before": evaluated(ours(by_trl())),
 }
+if ranks() > 1:
+    STACKS["Trainer, padded, batches that do not fill the ranks"] = trainer(
+        padded(), per_device_train_batch_size=5, gradient_accumulation_steps=2
+    )
 
 
 RESULTS = Path(__file__).parent / "results" / "check_stacks.md"
@@ -193,8 +210,37 @@ def said(name: str, make: Make, probes: Sequence[Probe]) -> str:
     return "; ".join(f"{kind}{where[kind]}" for kind in kinds) or "right"
 
 
+def forget_peak() -> None:
+    """Lets the peak of this process's memory begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak() -> int:
+    """Returns the most memory that this process held since `forget_peak`, in MiB."""
+    status = Path("/proc/self/status").read_text()
+    kilobytes = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    return int(kilobytes[0]) // 1024
+
+
+def row(name: str, make: Make, probes: Sequence[Probe]) -> str:
+    """Returns the row of a set-up: name, verdict, seconds, MiB."""
+    forget_peak()
+    begun = time.monotonic()
+    verdict = said(name, make, probes)
+    seconds = time.monotonic() - begun
+    return f"| {name} | {verdict} | {seconds:.0f} | {peak():,} |"
+
+
+def versions(stack: str) -> str:
+    """Returns the versions of the packages that a stack consists of."""
+    from bench.check_stacks_others import PACKAGES
+
+    names = ("torch", "transformers", *PACKAGES.get(stack, ("accelerate", "trl")))
+    return ", ".join(f"{name} {version(name).partition('+')[0]}" for name in names)
+
+
 def main() -> None:
-    from bench.check_stacks_others import OTHERS, PACKAGES, PROBES_OF
+    from bench.check_stacks_others import OTHERS, PROBES_OF
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -208,16 +254,18 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     stacks = OTHERS.get(chosen.stack, STACKS)
-    names = ("torch", "transformers", *PACKAGES.get(chosen.stack, ("accelerate", "trl")))
-    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in names)
-    lines = [f"{date.today()}: {versions}", "", "| set-up | verdict |", "|---|---|"]
+    probes = PROBES_OF.get(chosen.stack, ASKED)
+    first = os.environ.get("RANK", "0") == "0"
+    title = f"{chosen.stack}, {ranks()} process{'es' * (ranks() > 1)}"
+    head = "| set-up | verdict | s | MiB |"
+    lines = [f"{date.today()}: {versions(chosen.stack)}", "", head, "|---|---|---:|---:|"]
     for name, make in stacks.items():
         if re.search(chosen.only, name):
-            lines.append(f"| {name} | {said(name, make, PROBES_OF.get(chosen.stack, ASKED))} |")
-            if os.environ.get("RANK", "0") == "0":
+            lines.append(row(name, make, probes))
+            if first:
                 print(lines[-1], flush=True)
-    if os.environ.get("RANK", "0") == "0" and not chosen.only:
-        write(f"{chosen.stack}, {ranks()} process{'es' * (ranks() > 1)}", lines)
+    if first and not chosen.only:
+        write(title, lines)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,37 @@ llamafactory     transformers 5.6.0, accelerate 1.11.0, datasets 4.0.0, peft 0.1
 axolotl          transformers 5.16.1, accelerate 1.13.0, datasets 4.8.4, peft 0.20.0, trl 1.9.0, bitsandbytes, fastcore, triton
 swift            ms-swift 4.6.0 with all that it asks for
 megatron         megatron-core 0.16.1, transformers
+ring-flash-attn  ring-flash-attn 0.1.8, einops, transformers 5.15.0, ./extras/flash_attn_cpu
+automodel        nemo-automodel 0.7.0, transformers
+torchtune        torchtune 0.6.1, torchao 0.10.0, transformers
+lightning        lightning 2.6.6, transformers
+accelerate       as for the first table
+openrlhf         the same, and openrlhf 0.11.2, pylatexenc; an empty module stands for DeepSpeed
+deepspeed        deepspeed 0.19.8 (built with DS_BUILD_OPS=0), hjson, py-cpuinfo, msgpack, einops, transformers, ./extras/flash_attn_cpu
+ringmaster       axolotl-ringmaster 0.2.7, transformers, ./extras/flash_attn_cpu
+verl             verl 0.9.1, transformers 5.10.2, ray 2.55.0, tensordict 0.10.0, datasets 4.8.4, codetiming, hydra-core, ./extras/flash_attn_cpu
 """
 
 import contextlib
 import json
 import os
-import sys
 import tempfile
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 
-from bench.check_stacks import Make, ranks, tokenizer
+from bench.check_stacks import ASKED, Make, ranks, tokenizer, without
+from bench.check_stacks_deepspeed import DEEPSPEED
+from bench.check_stacks_loops import ACCELERATE, AUTOMODEL, LIGHTNING, TORCHTUNE
 from bench.check_stacks_megatron import megatron
+from bench.check_stacks_ringmaster import RINGMASTER
+from bench.check_stacks_rings import PACKED, RING_FLASH_ATTN
+from bench.check_stacks_rlhf import OPENRLHF
+from bench.check_stacks_verl import VERL
 from longctx.check import Probe
 from longctx.check.probe import END
 from longctx.check.trainer import arguments
@@ -107,14 +119,6 @@ def _by_spaces() -> Any:
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
     return WhitespaceSplit()
-
-
-def without(name: str) -> None:
-    """Puts an empty module in the place of one that no CPU build has, and that only audio or GPUs
-    need."""
-    module = types.ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None)
-    sys.modules.setdefault(name, module)
 
 
 def rows_of(probe: Probe, rows: int) -> dict[str, int]:
@@ -245,12 +249,32 @@ def swift(model: Any = ("qwen3", {}), **more: Any) -> Make:
     return make
 
 
-PACKAGES = {
+PACKAGES: dict[str, tuple[str, ...]] = {
     "llamafactory": ("accelerate", "trl", "llamafactory"),
     "axolotl": ("accelerate", "trl", "axolotl"),
 }
 PACKAGES |= {"swift": ("accelerate", "trl", "ms-swift"), "megatron": ("megatron-core",)}
-PROBES_OF = {"llamafactory": TALKS, "axolotl": TALKS, "swift": WITH_ENDS, "megatron": WITH_ENDS[2:]}
+PACKAGES |= {
+    "ring-flash-attn": ("ring-flash-attn", "longctx-flash-attn-cpu"),
+    "automodel": ("nemo-automodel",),
+    "torchtune": ("torchtune", "torchao"),
+    "lightning": ("lightning",),
+    "accelerate": ("accelerate",),
+    "verl": ("verl", "longctx-flash-attn-cpu"),
+    "deepspeed": ("deepspeed", "longctx-flash-attn-cpu"),
+    "ringmaster": ("axolotl-ringmaster", "longctx-flash-attn-cpu"),
+    "openrlhf": ("openrlhf", "ring-flash-attn", "longctx-flash-attn-cpu"),
+}
+PROBES_OF: dict[str, Sequence[Probe]] = {
+    "llamafactory": TALKS,
+    "axolotl": TALKS,
+    "swift": WITH_ENDS,
+    "megatron": WITH_ENDS[2:],
+}
+PROBES_OF |= {"ring-flash-attn": PACKED, "automodel": TALKS}
+PROBES_OF["deepspeed"] = PACKED
+PROBES_OF["ringmaster"] = [probe for probe in ASKED if not probe.ends]
+PROBES_OF["torchtune"] = (*TALKS, Probe("texts in two micro-batches", LENGTHS, micro_batches=2))
 NEAT = {"packing": True, "neat_packing": True}
 WINDOWS = ("mistral", {"sliding_window": 16})
 GEMMA, GPT_OSS = ("gemma3_text", WINDOWS[1]), ("gpt_oss", WINDOWS[1])
@@ -293,4 +317,13 @@ OTHERS: dict[str, dict[str, Make]] = {
         ),
         "megatron-core, `calculate_per_token_loss`": megatron(),
     },
+    "ring-flash-attn": RING_FLASH_ATTN,
+    "openrlhf": OPENRLHF,
+    "verl": VERL,
+    "ringmaster": RINGMASTER,
+    "deepspeed": DEEPSPEED,
+    "automodel": AUTOMODEL,
+    "torchtune": TORCHTUNE,
+    "lightning": LIGHTNING,
+    "accelerate": ACCELERATE,
 }

@@ -1,0 +1,1 @@
+"""What of flash_attn.utils rings of sequences use."""
