@@ -33,6 +33,7 @@ class Case:
         processes: how many the loop needs.
         probes: what it is checked on.
         only_logged: whether the gradients are right, and only what is logged is not.
+        rounds: whether a right loop rounds more than float32 does.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Case:
     processes: int = 1
     probes: tuple[Probe, ...] = USUAL
     only_logged: bool = False
+    rounds: bool = False
 
 
 class Precision:
