@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.check_hidden import parallel, plain
+from bench.check_hidden import parallel, parallel_more, plain, plain_more
 from bench.check_hidden.cases import Case, Precision, distance, true_gradients
 from longctx.check import CheckError, Probe, Step, check_step
 
@@ -25,6 +25,9 @@ PAGE = RESULTS / "check_hidden.md"
 VERDICTS = ("named", "located", "unnamed", "missed", "misnamed", "right", "alarm", "refused")
 SMALLEST = 1e-6  # relative change of the gradient that is a fault
 ROUNDING = 2e-5  # relative error of a right step, in float32
+
+
+MORE = (plain_more, parallel_more)  # modules that add to the cases of plain and parallel
 
 
 def cases() -> list[Case]:

@@ -15,6 +15,7 @@ SHORT = Probe("short", lengths=LENGTHS)
 STEPS = Probe("short, three micro-batches", lengths=LENGTHS, micro_batches=3)
 PROMPTS = Probe("short, prompts", lengths=LENGTHS, prompt=0.4)
 ENDS = Probe("short, padding is the end of texts", lengths=LENGTHS, ends=True, pad=1)
+LONG = Probe("few documents", lengths=(31, 60))
 USUAL = (SHORT, STEPS)
 
 Row = dict[str, list[int]]

@@ -9,7 +9,18 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from bench.check_hidden.attend import Block, Options, Part, layout, merged, scored, visible
-from bench.check_hidden.cases import ENDS, IGNORED, PROMPTS, SHORT, STEPS, USUAL, Batch, Case, Row
+from bench.check_hidden.cases import (
+    ENDS,
+    IGNORED,
+    LONG,
+    PROMPTS,
+    SHORT,
+    STEPS,
+    USUAL,
+    Batch,
+    Case,
+    Row,
+)
 from bench.check_hidden.loop import GIVEN, packed, shifted
 from bench.check_hidden.shared import (
     CONTEXT,
@@ -1227,7 +1238,7 @@ wrong(
     "the last step of the ring is left out",
     CONTEXT,
     processes=3,
-    probes=(SHORT, PROMPTS),
+    probes=(LONG,),
     before=by_ring(blocks=one_step_less),
 )
 wrong(
