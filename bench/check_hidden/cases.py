@@ -15,6 +15,7 @@ SHORT = Probe("short", lengths=LENGTHS)
 STEPS = Probe("short, three micro-batches", lengths=LENGTHS, micro_batches=3)
 PROMPTS = Probe("short, prompts", lengths=LENGTHS, prompt=0.4)
 ENDS = Probe("short, padding is the end of texts", lengths=LENGTHS, ends=True, pad=1)
+LONG = Probe("few documents", lengths=(31, 60))
 USUAL = (SHORT, STEPS)
 
 Row = dict[str, list[int]]
@@ -33,6 +34,7 @@ class Case:
         processes: how many the loop needs.
         probes: what it is checked on.
         only_logged: whether the gradients are right, and only what is logged is not.
+        rounds: whether a right loop rounds more than float32 does.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Case:
     processes: int = 1
     probes: tuple[Probe, ...] = USUAL
     only_logged: bool = False
+    rounds: bool = False
 
 
 class Precision:

@@ -9,8 +9,19 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from bench.check_hidden.attend import Block, Options, Part, layout, merged, scored, visible
-from bench.check_hidden.cases import IGNORED, PROMPTS, SHORT, STEPS, USUAL, Batch, Case, Row
-from bench.check_hidden.loop import GIVEN, shifted
+from bench.check_hidden.cases import (
+    ENDS,
+    IGNORED,
+    LONG,
+    PROMPTS,
+    SHORT,
+    STEPS,
+    USUAL,
+    Batch,
+    Case,
+    Row,
+)
+from bench.check_hidden.loop import GIVEN, packed, shifted
 from bench.check_hidden.shared import (
     CONTEXT,
     DATA,
@@ -1227,7 +1238,7 @@ wrong(
     "the last step of the ring is left out",
     CONTEXT,
     processes=3,
-    probes=(SHORT, PROMPTS),
+    probes=(LONG,),
     before=by_ring(blocks=one_step_less),
 )
 wrong(
@@ -1616,10 +1627,117 @@ wrong(
 # --- right set-ups
 
 
+def data_by_reduce_scatter(model: Any) -> None:
+    """Sums shards of a flat buffer, and puts them together again."""
+    rank, ranks = group()
+    buffer = buffer_of(model)
+    missing = -buffer.numel() % ranks
+    whole = torch.nn.functional.pad(buffer, (0, missing))
+    shards = list(whole.chunk(ranks))
+    for owner, shard in enumerate(shards):
+        dist.reduce(shard, dst=owner)
+    shard = shards[rank].clone()
+    gathered_shards = [torch.empty_like(shard) for _ in range(ranks)]
+    dist.all_gather(gathered_shards, shard)
+    from_buffer(model, torch.cat(gathered_shards)[: buffer.numel()])
+
+
+def contiguous_rows(rows: list[Row], rank: int, ranks: int) -> list[Row]:
+    """Gives ranks rows in a row, the last ones fewer."""
+    share = -(-len(rows) // ranks)
+    return rows[rank * share : (rank + 1) * share]
+
+
+def all_on_first(rows: list[Row], rank: int, ranks: int) -> list[Row]:
+    """Gives the first rank all rows but one."""
+    last = len(rows) - 1
+    return rows[:last] if rank == 0 else rows[last:][: 1 if rank == 1 else 0]
+
+
+def with_empty_call(model: Any, number: int, steps: int) -> None:
+    """Calls the model for nothing, as loops do that keep ranks in step."""
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    model(input_ids=ids, use_cache=False).logits.sum().mul(0).backward()
+
+
+def half_of(ranks: int) -> float:
+    return float(ranks)
+
+
+def means_over_ranks(model: Any) -> None:
+    means(model)
+
+
+def with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    return get_peft_model(model, config)
+
+
+def tied(model: Any) -> Any:
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+def packed_share(probe: Probe, rows: list[Row]) -> Batch:
+    batch = packed(probe, rows)
+    del batch["documents"]
+    return batch
+
+
+def empty_last_rank(probe: Probe, rows: list[Row], multiple: int) -> Batch:
+    """Fills a row up to twice its length, so that ranks have nothing but padding."""
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    return whole_row(probe, rows, -(-2 * tokens // multiple) * multiple)
+
+
 right("data parallel, sums", DATA)
+right("data parallel, sums, on 3", DATA, processes=3)
+right("data parallel, factor and means", DATA, factor=half_of, sync=means_over_ranks)
+right("data parallel, reduce-scatter by hand", DATA, sync=data_by_reduce_scatter)
+right("data parallel, contiguous rows", DATA, share=contiguous_rows)
+right("data parallel, contiguous rows, on 3", DATA, processes=3, share=contiguous_rows)
+right("data parallel, nearly all on one rank", DATA, share=all_on_first)
+right("data parallel, calls for nothing", DATA, between=with_empty_call)
+right("data parallel, packed", DATA, collate=packed_share)
+right("data parallel, LoRA", DATA, adapt=with_lora)
+right("data parallel, tied", DATA, adapt=tied)
+right("data parallel, Mixtral", DATA, kind="mixtral")
+right("DDP", DDP)
+right("DDP on 3", DDP, processes=3, probes=(SHORT, PROMPTS))
+right("DDP, no_sync but for the last", DDP, before=no_sync_but_last)
+right("DDP, LoRA", DDP, adapt=with_lora)
+right("DDP, Gemma 2", DDP, kind="gemma2")
+right("FSDP", FSDP)
+right("FSDP, Qwen 3, packed", FSDP, kind="qwen3", collate=packed_share)
 right("ring, contiguous", CONTEXT)
 right("ring, zigzag", CONTEXT, split=zigzag)
+right("ring, zigzag, prompts", CONTEXT, split=zigzag, probes=(PROMPTS, ENDS))
 right("ring, striped, gpt-oss", CONTEXT, split=striped, kind="gpt_oss")
+right("ring, zigzag, Mistral", CONTEXT, split=zigzag, kind="mistral")
+right("ring, contiguous, Gemma 2", CONTEXT, kind="gemma2")
+right("ring, striped, OLMo 2", CONTEXT, split=striped, kind="olmo2")
+right("ring, zigzag, Granite", CONTEXT, split=zigzag, kind="granite")
+right("ring, Qwen 3 with LoRA", CONTEXT, kind="qwen3", adapt=with_lora)
+right("ring, tied", CONTEXT, adapt=tied)
+right("ring, checkpointing", CONTEXT, prepare=checkpointed)
+right("ring, much padding", CONTEXT, multiple=40)
+right("ring, a rank with nothing but padding", CONTEXT, row=empty_last_rank)
+right("ring, factor and means", CONTEXT, factor=2.0, sync=means_over_ranks)
+right("ring, contiguous, on 3", CONTEXT, processes=3)
+right("ring, zigzag, on 3", CONTEXT, processes=3, split=zigzag)
+right("ring, striped, on 3", CONTEXT, processes=3, split=striped)
+right("all-gather, Phi 3", CONTEXT, kind="phi3", before=by_ring(blocks=all_gather))
 right(
     "all-gather, zigzag, Gemma 2",
     CONTEXT,
@@ -1627,10 +1745,17 @@ right(
     kind="gemma2",
     before=by_ring(blocks=all_gather),
 )
+right(
+    "all-gather, zigzag, Gemma 3",
+    CONTEXT,
+    split=zigzag,
+    kind="gemma3_text",
+    before=by_ring(blocks=all_gather),
+)
+right("all-gather, GPT-2", CONTEXT, kind="gpt2", before=by_ring(blocks=all_gather))
 right("Ulysses", ULYSSES)
-right("DDP", DDP)
-right("DDP, no_sync but for the last", DDP, before=no_sync_but_last)
-right("FSDP", FSDP)
+right("Ulysses, zigzag, Mistral", ULYSSES, split=zigzag, kind="mistral")
+right("Ulysses, gpt-oss", ULYSSES, kind="gpt_oss")
 right("tensor parallel MLPs", TENSOR)
 right("sequence parallel norms", SEQUENCE)
 right("vocabulary split", HEAD)

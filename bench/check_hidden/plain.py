@@ -16,10 +16,12 @@ from bench.check_hidden.loop import (
     Amounts,
     Loop,
     batch_of,
+    forward,
     forward_kernel,
     forward_masked,
     losses_of,
     packed,
+    padded_left,
     shifted,
     summed,
 )
@@ -52,10 +54,16 @@ def wrong(
     CASES.append(case)
 
 
-def right(name: str, loop: Loop, probes: tuple[Probe, ...] = USUAL, **hooks: Any) -> None:
+def right(
+    name: str,
+    loop: Loop,
+    probes: tuple[Probe, ...] = USUAL,
+    rounds: bool = False,
+    **hooks: Any,
+) -> None:
     """Adds a loop that is right."""
     odd = replace(loop, **hooks)
-    case = Case(name, make=odd.step, model=odd.model, probes=probes)
+    case = Case(name, make=odd.step, model=odd.model, probes=probes, rounds=rounds)
     CASES.append(case)
 
 
@@ -1689,3 +1697,308 @@ wrong(
     only_logged=True,
     log=log_of_sum,
 )
+
+
+# --- right set-ups
+
+
+KINDS = (
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "gpt2",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "phi3",
+    "mixtral",
+    "cohere2",
+    "starcoder2",
+    "glm4",
+    "smollm3",
+    "exaone4",
+    "gpt_neox",
+    "nemotron",
+)
+
+
+def padded_to_64(probe: Probe, rows: list[Row]) -> Batch:
+    return batch_of(probe, rows, multiple=64)
+
+
+def padded_without_mask(probe: Probe, rows: list[Row]) -> Batch:
+    """Pads at the right, and needs no mask there."""
+    batch = batch_of(probe, rows)
+    del batch["attention_mask"]
+    return batch
+
+
+def positions_from_7(probe: Probe, rows: list[Row]) -> Batch:
+    """Counts positions from 7 on, which rotations do not see."""
+    batch = batch_of(probe, rows)
+    tokens = batch["input_ids"].shape[1]
+    batch["position_ids"] = torch.arange(7, 7 + tokens)[None].repeat(len(rows), 1)
+    return batch
+
+
+def shuffled(probe: Probe) -> list[Row]:
+    order = torch.randperm(len(probe.rows), generator=torch.Generator().manual_seed(5))
+    rows = list(probe.rows)
+    return [rows[int(at)] for at in order]
+
+
+def longest_first(probe: Probe) -> list[Row]:
+    return sorted(probe.rows, key=length_of, reverse=True)
+
+
+def length_of(row: Row) -> int:
+    return len(row["input_ids"])
+
+
+def forward_row_by_row(model: Any, batch: Batch) -> torch.Tensor:
+    """Calls the model for each row without its padding."""
+    rows = []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        length = int(mask.sum())
+        logits = model(input_ids=ids[None, :length], use_cache=False).logits[0]
+        rows.append(torch.nn.functional.pad(logits, (0, 0, 0, len(ids) - length)))
+    return torch.stack(rows).float()
+
+
+def forward_head_in_chunks(model: Any, batch: Batch) -> torch.Tensor:
+    """Computes logits of 16 columns at a time, and again in backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    hidden = hidden_of(model, batch)
+    chunks = [
+        checkpoint(model.lm_head, chunk, use_reentrant=False) for chunk in hidden.split(16, 1)
+    ]
+    return torch.cat(chunks, dim=1).float()
+
+
+def forward_head_in_columns(model: Any, batch: Batch) -> torch.Tensor:
+    """Computes logits of 16 columns at a time."""
+    hidden = hidden_of(model, batch)
+    chunks = [model.lm_head(chunk) for chunk in hidden.split(16, 1)]
+    return torch.cat(chunks, dim=1).float()
+
+
+def forward_head_flat(model: Any, batch: Batch) -> torch.Tensor:
+    """Computes logits of 40 tokens at a time, over the edges of rows."""
+    hidden = hidden_of(model, batch)
+    chunks = [model.lm_head(chunk) for chunk in hidden.flatten(0, 1).split(40)]
+    return torch.cat(chunks).unflatten(0, hidden.shape[:2]).float()
+
+
+def forward_head_flat_again(model: Any, batch: Batch) -> torch.Tensor:
+    """Computes logits of 40 tokens at a time, and again in backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    hidden = hidden_of(model, batch)
+    chunks = [
+        checkpoint(model.lm_head, chunk, use_reentrant=False)
+        for chunk in hidden.flatten(0, 1).split(40)
+    ]
+    return torch.cat(chunks).unflatten(0, hidden.shape[:2]).float()
+
+
+def forward_head_of_trained(model: Any, batch: Batch) -> torch.Tensor:
+    """Computes logits of tokens only whose next one has a label."""
+    hidden = hidden_of(model, batch)
+    wanted = shifted(batch["labels"]) != IGNORED
+    logits = model.lm_head(hidden[wanted]).float()
+    whole = torch.zeros(*wanted.shape, logits.shape[-1])
+    return whole.masked_scatter(wanted[..., None], logits)
+
+
+def forward_whole_again(model: Any, batch: Batch) -> torch.Tensor:
+    """Computes the head again in backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    hidden = hidden_of(model, batch)
+    logits: torch.Tensor = checkpoint(model.lm_head, hidden, use_reentrant=False)
+    return logits.float()
+
+
+def forward_embedded(model: Any, batch: Batch) -> torch.Tensor:
+    """Gives the model embeddings in place of ids."""
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    output = model(inputs_embeds=embedded, attention_mask=batch["attention_mask"], use_cache=False)
+    logits: torch.Tensor = output.logits
+    return logits.float()
+
+
+def forward_half_by_half(model: Any, batch: Batch) -> torch.Tensor:
+    """Calls the model for the first 16 columns, then for the rest with their keys kept."""
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
+    first = model(input_ids=ids[:, :16], attention_mask=mask[:, :16], use_cache=True)
+    if ids.shape[1] <= 16:
+        return forward(model, batch)
+    rest = model(input_ids=ids[:, 16:], attention_mask=mask, past_key_values=first.past_key_values)
+    return torch.cat([first.logits, rest.logits], dim=1).float()
+
+
+def forward_autocast(model: Any, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return forward(model, batch)
+
+
+def log_softmax_by_hand(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    chosen = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+    return (logits.logsumexp(-1) - chosen) * (wanted != IGNORED)
+
+
+def in_float64(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return losses_of(logits.double(), wanted).float()
+
+
+def undivided(losses: torch.Tensor, wanted: torch.Tensor, amounts: Amounts) -> torch.Tensor:
+    return losses.sum()
+
+
+def scaled_up(losses: torch.Tensor, wanted: torch.Tensor, amounts: Amounts) -> torch.Tensor:
+    return losses.sum() / amounts.targets * 1024
+
+
+def scaled_down(model: Any) -> None:
+    for weight in model.parameters():
+        weight.grad /= 1024
+
+
+def divided_at_the_end(model: Any) -> None:
+    """Divides by all targets of USUAL's documents."""
+    targets = sum(length - 1 for length in SHORT.lengths)
+    for weight in model.parameters():
+        weight.grad /= targets
+
+
+def rows_after_each_other(
+    losses: torch.Tensor, wanted: torch.Tensor, amounts: Amounts
+) -> torch.Tensor:
+    """Goes backward for all rows but the first alone."""
+    for row in losses[1:]:
+        (row.sum() / amounts.targets).backward(retain_graph=True)
+    return losses[0].sum() / amounts.targets
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model
+
+
+def checkpointed_reentrant(model: Any) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    model.train()
+    return model
+
+
+def embedding_frozen(model: Any) -> Any:
+    model.get_input_embeddings().weight.requires_grad_(False)
+    return model
+
+
+def first_layer_frozen(model: Any) -> Any:
+    layers(model)[0].requires_grad_(False)
+    return model
+
+
+def with_rslora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        use_rslora=True,
+        target_modules="all-linear",
+        init_lora_weights=False,
+    )
+    return get_peft_model(model, config)
+
+
+def with_dora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj"], init_lora_weights=False
+    )
+    return get_peft_model(model, config)
+
+
+def eager(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    return model
+
+
+def packed_to_128(probe: Probe, rows: list[Row]) -> Batch:
+    """Fills a packed row up with one document of padding."""
+    batch = packed(probe, rows)
+    missing = -batch["input_ids"].shape[1] % 128
+    fillers = {
+        "input_ids": torch.full((1, missing), probe.pad),
+        "labels": torch.full((1, missing), IGNORED),
+        "position_ids": torch.arange(missing)[None],
+        "documents": torch.full((1, missing), len(rows)),
+    }
+    return {name: torch.cat([batch[name], fillers[name]], dim=1) for name in batch}
+
+
+def positions_only(probe: Probe, rows: list[Row]) -> Batch:
+    batch = packed(probe, rows)
+    del batch["documents"]
+    return batch
+
+
+for kind in KINDS:
+    right(f"padded, {kind}", PADDED, kind=kind)
+for kind in ("llama", "qwen3", "mistral", "gemma3_text", "phi3"):
+    right(f"packed by positions, {kind}", PACKED, kind=kind, collate=positions_only)
+for kind in ("llama", "mistral", "gemma2", "gpt_oss", "granite"):
+    right(f"packed, attention by hand, {kind}", KERNEL, kind=kind, before=with_kernel())
+right("packed, mask of documents by hand", PACKED, forward=forward_masked)
+right("packed, positions run on, rotations", PACKED, collate=packed_running, forward=forward_masked)
+right("packed to 128", PACKED, collate=packed_to_128, forward=forward_masked)
+right("padded to 64", PADDED, collate=padded_to_64)
+right("padded without a mask", PADDED, collate=padded_without_mask)
+right("padded left with positions", PADDED, collate=padded_left)
+right("padded left with positions, GPT-2", PADDED, kind="gpt2", collate=padded_left)
+right("padded left without positions, rotations", PADDED, collate=left_without_positions)
+right("positions from 7 on", PADDED, collate=positions_from_7)
+right("documents shuffled", PADDED, rows=shuffled)
+right("longest documents first", PADDED, rows=longest_first)
+right("prompts without a loss", PADDED, probes=(PROMPTS, ENDS))
+right("row by row", PADDED, forward=forward_row_by_row)
+right("head in chunks, computed again", PADDED, forward=forward_head_in_chunks)
+right("head in columns", PADDED, forward=forward_head_in_columns)
+right("head in flat chunks", PADDED, forward=forward_head_flat)
+right("head in flat chunks, computed again", PADDED, forward=forward_head_flat_again)
+right("head of trained tokens", PADDED, probes=(STEPS, PROMPTS), forward=forward_head_of_trained)
+right("head computed again", PADDED, forward=forward_whole_again)
+right("embeddings in place of ids", PADDED, forward=forward_embedded)
+right("half by half with kept keys", PADDED, forward=forward_half_by_half)
+right("autocast to bfloat16", PADDED, rounds=True, forward=forward_autocast)
+right("log-softmax by hand", PADDED, losses=log_softmax_by_hand)
+right("loss in float64", PADDED, losses=in_float64)
+right("sums, divided at the end", PADDED, total=undivided, after=divided_at_the_end)
+right("scaled up and down again", PADDED, total=scaled_up, after=scaled_down)
+right("backward row by row", PADDED, total=rows_after_each_other)
+right("checkpointing", PADDED, before=checkpointed)
+right("checkpointing, reentrant", PADDED, before=checkpointed_reentrant)
+right("embedding frozen before", PADDED, adapt=embedding_frozen)
+right("first layer frozen before", PADDED, adapt=first_layer_frozen)
+right("LoRA", PADDED, adapt=with_lora)
+right("rsLoRA on all parts", PADDED, adapt=with_rslora)
+right("DoRA", PADDED, adapt=with_dora)
+right("tied", PADDED, adapt=tied)
+right("tied by configuration", PADDED, sizes={"tie_word_embeddings": True})
+right("eager", PADDED, before=eager)
+right("loss and norm logged", PADDED, log=log_right)
+right("scaling of RoPE", PADDED, sizes={"rope_parameters": LLAMA3})
