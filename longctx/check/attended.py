@@ -6,13 +6,14 @@ heads return, so that it tells the latter. A run of keys in the order of their r
 every begin and end at once: softmax over runs are differences of cumulative sums.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
 
 from .contexts import Sequence
+from .record import Tensors
 from .reference import Reference
 
 NAME = "longctx_check"
@@ -44,11 +45,13 @@ class Heads(NamedTuple):
 
 
 class _Kept:
-    """What the attention function keeps of the layer that is looked at."""
+    """What the attention function keeps of the layer that is looked at; and between which tokens
+    [queries, keys] it brings no gradient to keys and values."""
 
     def __init__(self) -> None:
         self.layer: Any = None
         self.calls: list[dict[str, Any]] = []
+        self.detached: torch.Tensor | None = None
 
 
 _KEPT = _Kept()
@@ -71,10 +74,18 @@ def _attend(
     keys = keys.repeat_interleave(group, 1)
     values = values.repeat_interleave(group, 1)
     scores = _scores(queries, keys, scaling=scale, cap=softcap or 0.0)
+    detached = _KEPT.detached
+    if detached is not None:
+        plain = _scores(queries, keys.detach(), scaling=scale, cap=softcap or 0.0)
+        scores = torch.where(detached, plain, scores)
     if mask is not None:
         scores = scores + mask[..., : keys.shape[-2]]
     likely = _softmax(scores, s_aux)
-    returned = (likely @ values).transpose(1, 2).contiguous()
+    if detached is None:
+        of_heads = likely @ values
+    else:
+        of_heads = (likely * ~detached) @ values + (likely * detached) @ values.detach()
+    returned = of_heads.transpose(1, 2).contiguous()
     if module is _KEPT.layer:
         kept = {"queries": queries, "keys": keys, "values": values}
         each = {name: value[0].transpose(0, 1).detach() for name, value in kept.items()}
@@ -83,7 +94,7 @@ def _attend(
                 "returned": returned[0].detach(),
                 "scaling": scale,
                 "cap": softcap or 0.0,
-                "sinks": s_aux,
+                "sinks": None if s_aux is None else s_aux.detach(),
             }
             | each
         )
@@ -108,7 +119,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     some."""
     if sinks is None:
         return torch.softmax(scores, -1)
-    column = sinks.detach().to(scores)[:, None, None].expand(*scores.shape[-3:-1], 1)
+    column = sinks.to(scores)[:, None, None].expand(*scores.shape[-3:-1], 1)
     column = column.expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
 
@@ -145,6 +156,25 @@ def heads_of(reference: Reference, part: str, sequences: Iterable[Sequence]) -> 
         cap=calls[0]["cap"],
         sinks=calls[0]["sinks"],
     )
+
+
+def gradients_without_others(
+    reference: Reference, slopes: Mapping[Sequence, torch.Tensor], ranks: Mapping[int, int]
+) -> Tensors:
+    """Returns the gradients of `Reference.gradients_of` if keys and values get none from the
+    queries of other ranks; `ranks`: of each token, by its number."""
+    before = reference.config._attn_implementation
+    reference.model.set_attn_implementation(NAME)
+    reference.model.zero_grad(set_to_none=True)
+    try:
+        for sequence, each in slopes.items():
+            rank = torch.tensor([ranks.get(number, -1) for number in sequence.numbers])
+            _KEPT.detached = rank[:, None] != rank
+            reference.output_of(sequence).backward(each)
+    finally:
+        reference.model.set_attn_implementation(before)
+        _KEPT.detached = None
+    return reference.taken().of
 
 
 def of_heads(
@@ -314,3 +344,16 @@ def of_parts(
         outputs.append(torch.einsum("hk,khd->hd", likely, heads.values))
         sums.append(masked.logsumexp(1))
     return torch.stack(outputs), torch.stack(sums).softmax(0)
+
+
+def with_added(heads: Heads, seen: torch.Tensor) -> torch.Tensor:
+    """Returns what heads return [tokens, heads, d] if `seen` [tokens, tokens] is added to scores,
+    and nothing is hidden."""
+    scores = _scores(
+        heads.queries.transpose(0, 1),
+        heads.keys.transpose(0, 1),
+        scaling=heads.scaling,
+        cap=heads.cap,
+    )
+    likely = _softmax(scores + seen.double(), heads.sinks)
+    return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)

@@ -14,6 +14,7 @@ from .attended import (
     Run,
     of_parts,
     runs,
+    with_added,
     with_head,
     with_rounded,
     with_scores,
@@ -96,6 +97,9 @@ class Attention:
         for words, sinks in (("ignored", None), ("one too many", zeros)):
             if self._apart(with_scores(self.heads, self.seen, 1.0, sinks)) <= self.limit:
                 return self._said(SINKS, words)
+        added = with_added(self.heads, self.seen)
+        if self._apart(added) <= self.limit:
+            return self._said(KEYS, "a mask of booleans is added to scores, and hides none")
         factor = nearest(self._apart_by, *FACTORS)
         if self._apart_by(factor) <= self.limit:
             return self._said(SCALE_OF_SCORES, f"{factor:.4g} times what it should be")
@@ -140,9 +144,11 @@ class Attention:
     def _merged(self) -> Cause | None:
         """Tells the weights of what a token gets from the keys of each rank."""
         example = ""
+        if len(self.rank.unique()) == 1:
+            return None
         for index in self.off.wrong:
             outputs, rightly = of_parts(self.heads, self.seen[index], self.rank, index)
-            if not 1 < len(outputs) < outputs.shape[2]:
+            if len(outputs) >= outputs.shape[2]:
                 return None
             wanted = self.returned[index]
             basis = outputs.permute(1, 2, 0)

@@ -44,9 +44,10 @@ BOTH = "attention is not causal"
 NEXT = "tokens see the one after them, which they predict"
 PADDING = "padding is seen"
 NO_WINDOW = "sliding windows are ignored"
+NO_MASK = "documents see each other, and sliding windows are ignored"
 FAULTS = (
     *(CUT, ROW, ROW_RESTARTED, COUNTED, SHARD, SHARD_RESTARTED, RANK_ROW, LOCAL_POSITIONS),
-    *(GIVEN, RUN_ON, BOTH, NEXT, PADDING, NO_WINDOW),
+    *(GIVEN, RUN_ON, BOTH, NEXT, PADDING, NO_WINDOW, NO_MASK),
 )
 """Names of wrong contexts."""
 
@@ -154,6 +155,8 @@ def contexts(record: Record, windows: bool) -> list[Context]:
         _context(LOCAL_POSITIONS, on_shards, rows.in_call),
         _context(GIVEN, documents, rows.given),
         _context(NO_WINDOW, in_windows, rows.own, sight="no window"),
+        _context(NO_MASK, rows.whole if windows else [], rows.own, sight="no window"),
+        _context(NO_MASK, rows.whole if windows else [], rows.counted, sight="no window"),
     ]
     found: dict[tuple[Sequence, ...], Context] = {}
     for context in made:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .attended import gradients_without_others
 from .causes import KINDS as CAUSES
 from .changes import ROUNDED, change_of_gradient
 from .contexts import APART, Sequence
@@ -43,6 +44,7 @@ CHOICES = {FILLED: "accelerate's even_batches, which keeps ranks in step"}
 WEIGHTS = "weights of predictions differ"
 SCALE = "the loss has a wrong scale"
 BACKWARD_WRONG = "the backward pass is wrong"
+KEYS_WITHOUT_GRADIENT = "keys and values get no gradient from the queries of other ranks"
 MEAN_OF_MEANS = "the loss is a mean of means of {}"
 WEIGHTS_BY = "weights differ by {}"
 OBJECTIVE_OTHER = "the objective is not the cross-entropy of one id for each token"
@@ -825,6 +827,9 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
             off[layers[name]][name] = change_of_gradient(found, expected, gradients, limit=limit)
     if not off:
         return
+    if _is_without_others(facts):
+        yield Finding(KEYS_WITHOUT_GRADIENT)
+        return
     last = max(off)
     details = _suffixes(off[last])
     if 0 <= last < BEHIND:
@@ -834,6 +839,23 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
     if before:
         details += f"; {before} before it are off, too"
     yield Finding(BACKWARD_WRONG, details)
+
+
+def _is_without_others(facts: Facts) -> bool:
+    """Returns whether gradients are those of keys and values that get none from other ranks."""
+    shown = facts.fit.shown
+    if facts.record.ranks == 1 or shown is None or shown.slopes is None:
+        return False
+    ranks = {number: place[0] for number, place in facts.at.items()}
+    try:
+        expected = gradients_without_others(facts.reference, shown.slopes, ranks)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return all(
+        float((facts.record.gradients[name] - each).norm())
+        <= facts.limits.of_parameter(name) * float(each.norm())
+        for name, each in expected.items()
+    )
 
 
 BEHIND = 1 << 30
