@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from .errors import UsageError
+from .shrunk import shrunk
 
 PAD, END, FIRST = 0, 1, 2
 """Ids of padding and of the end of a text, and the first id of documents. No other id occurs
@@ -96,17 +97,23 @@ class Probe:
             for number, ids in enumerate(self.documents)
         ]
 
-    def model(self, kind: str = "llama", **sizes: Any) -> Any:
+    def model(self, kind: str = "llama", *, config: Any = None, **sizes: Any) -> Any:
         """Returns a small model of transformers with random weights, the same in every process: a
-        causal LM of this type. Where its dtype rounds, routers take all experts, as a right step
-        would choose others."""
+        causal LM of this type, or with `config` (or the name or folder of one) one that has what is
+        special in it. Where its dtype rounds, routers take all experts, as a right step would
+        choose others."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        given: dict[str, Any] = (
-            SIZES | {"vocab_size": self.vocab_size, "pad_token_id": self.pad} | sizes
-        )
-        config = AutoConfig.for_model(kind, **given)
+        own = {"vocab_size": self.vocab_size, "pad_token_id": self.pad}
+        if config is None:
+            config = AutoConfig.for_model(kind, **(SIZES | own | sizes))
+        else:
+            given = AutoConfig.from_pretrained(config) if isinstance(config, str) else config
+            config = shrunk(given)
+            ends = {"bos_token_id": None, "eos_token_id": END}
+            for name, value in (own | ends | sizes).items():
+                setattr(config, name, value)
         for name, value in VISIBLE.items():
             if name not in sizes and (getattr(config, name, None) or 0) > value:
                 setattr(config, name, value)

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoConfig
 
 from longctx.check import CheckError, Probe, Step, check_step, record
 from longctx.check.contexts import NO_WINDOW, ROW
@@ -131,3 +133,39 @@ def test_routers_that_choose_are_refused_where_dtypes_round() -> None:
     said = r"in bfloat16 routers choose other .*probe.model\(.., num_experts_per_tok=4\)"
     with pytest.raises(CheckError, match=said):
         check_step(make, [SHORT])
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 700},
+    "deepseek_v3": {},
+    "phi3": {"tie_word_embeddings": True},
+    "cohere2": {"logit_scale": 0.5},
+    "granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.3},
+    "gpt2": {},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_small_model_of_an_own_config_keeps_what_is_special(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **CONFIGS[kind])
+    given = config.to_dict()
+    model = SHORT.model(config=config)
+    small = model.config
+    assert config.to_dict() == given, "the user's config stays as it is"
+    assert sum(weight.numel() for weight in model.parameters()) < 120_000
+    assert small.hidden_size == 32 and small.tie_word_embeddings == config.tie_word_embeddings
+    for name in ("logit_scale", "attention_multiplier", "residual_multiplier", "rms_norm_eps"):
+        assert getattr(small, name, None) == getattr(config, name, None), name
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        assert set(small.layer_types) == set(kinds)
+        assert len(small.layer_types) == small.num_hidden_layers
+    if "sliding_window" in CONFIGS[kind]:
+        assert small.sliding_window == 16, "so that the probe shows it"
+    (verdict,) = check_step(partial(step, way="float32", config=config), [SHORT]).verdicts
+    assert [str(finding) for finding in verdict.findings] == []
+
+
+def test_a_config_is_read_from_its_folder(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3", rope_theta=7e5).save_pretrained(tmp_path)
+    assert SHORT.model(config=str(tmp_path)).config.model_type == "qwen3"
