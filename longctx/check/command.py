@@ -8,6 +8,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import CheckError, UsageError
+from .github import annotation, annotations
 from .probe import Probe, named
 from .step import Report, check_step
 from .template import TEMPLATES, missing_package, text_of, write
@@ -97,7 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
         metavar="FAULT",
         help="a fault that is meant, as it is printed, or its words before the first colon",
     )
-    parser.add_argument("--json", action="store_true", help="print verdicts as JSON")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print verdicts as JSON")
+    output.add_argument(
+        "--github", action="store_true", help="also print annotations of GitHub Actions"
+    )
     parser.epilog = (
         "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 "
         "refused, 4 an error in the file or in its function. On several ranks:\n"
@@ -137,20 +143,21 @@ def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ())
         report = check_step(make, probes, arguments.allow)
     except CheckError as error:
         if rank == 0:
-            print(f"{arguments.program}: refused: {error}", file=sys.stderr)
+            _print_no_verdict(f"refused: {error}", arguments)
         return REFUSED
     except not_caught:
         raise
     except (Exception, SystemExit):
         traceback.print_exc()
-        print(f"{arguments.program}: no verdict, as the error above was raised", file=sys.stderr)
+        _print_no_verdict("no verdict, as the error above was raised", arguments)
         return CRASHED
     finally:
-        sys.path.remove(beside_it)
+        with suppress(ValueError):  # the file may have changed it
+            sys.path.remove(beside_it)
         if dist.is_initialized():
             dist.destroy_process_group()
     if rank == 0:
-        _print(report, as_json=arguments.json)
+        _print(report, arguments)
     return report.status
 
 
@@ -180,11 +187,21 @@ def _function(name: str, script: Path) -> Callable[[Probe], Any]:
     return function
 
 
-def _print(report: Report, *, as_json: bool) -> None:
-    if as_json:
+def _print(report: Report, arguments: argparse.Namespace) -> None:
+    if arguments.json:
         print(report.to_json())
-    else:
-        print("\n".join(report.lines()))
+        return
+    lines = report.lines()
+    if arguments.github:
+        lines += annotations(report, file=arguments.script.as_posix())
+    print("\n".join(lines))
+
+
+def _print_no_verdict(reason: str, arguments: argparse.Namespace) -> None:
+    print(f"{arguments.program}: {reason}", file=sys.stderr)
+    if arguments.github:
+        file = arguments.script.as_posix()
+        print(annotation("error", reason, file=file, title=arguments.program))
 
 
 def _launches(processes: int) -> bool:

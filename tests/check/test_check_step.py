@@ -10,8 +10,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from longctx.check import CheckError, Probe, Step, UsageError, check_step, record
+from longctx.check import (
+    CheckError,
+    Finding,
+    Probe,
+    Report,
+    Step,
+    UsageError,
+    Verdict,
+    check_step,
+    record,
+)
 from longctx.check.contexts import ROW_RESTARTED, contexts
+from longctx.check.github import annotations
 from longctx.check.looked import OBJECTIVE
 from longctx.check.probe import Tokens
 from longctx.check.record import gather
@@ -20,6 +31,7 @@ from longctx.check.shown import AFTER, SAME_STATES, fit_shown
 from longctx.check.verdict import (
     BACKWARD_WRONG,
     CHANGED,
+    CHOICES,
     HIDDEN,
     LOGGED_LOSS,
     LOGGED_NORM,
@@ -134,6 +146,35 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-step", str(script)]) == 4
     assert main(["check-step", str(script), "--probe", "none"]) == 2
     assert "there is no probe 'none': choose from 'documents'" in capsys.readouterr().err
+
+
+def test_annotations_of_github(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "a, 100%.py"
+    script.write_text(CHECK)
+    words = ["check-step", str(script), "--probe", "few documents"]
+    assert main([*words, "--github"]) == 1
+    out = capsys.readouterr().out
+    place = f"file={tmp_path}/a%2C 100%25.py,title="
+    (line,) = [line for line in out.splitlines() if line.startswith("::")]
+    assert line.startswith(f"::error {place}check-step%2C few documents::{ROW_RESTARTED}: ")
+    assert out.startswith(f"few documents: {ROW_RESTARTED}"), "for who reads the log"
+    script.write_text(CHECK.replace('"gpt_oss")', '"gpt_oss").train()'))
+    assert main([*words, "--github"]) == 3
+    refused = f"::error {place}longctx check-step::refused: make returned TrainOutput: "
+    assert capsys.readouterr().out.splitlines()[-1].startswith(refused)
+    with pytest.raises(SystemExit):
+        main([*words, "--github", "--json"])
+
+
+def test_an_annotation_is_one_line_and_hides_no_choice() -> None:
+    finding = Finding(SCALE, "0.5 times\n1/N")
+    choice = Finding(next(iter(CHOICES)), "document 3")
+    verdict = Verdict(SHORT, [finding], residual=1.0, alike=["another"], choices=[choice])
+    error, notice = annotations(Report([verdict]), file="check.py")
+    title = f"check-step%2C {SHORT.name}"
+    text = f"{SCALE}: 0.5 times%0A1/N%0Aor another"
+    assert error == f"::error file=check.py,title={title}::{text}"
+    assert notice == f"::notice file=check.py,title={title}::{choice}"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.slow
 
@@ -52,15 +53,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+def run_module(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run(installed, folder, "-m", *words)
+
+
 def run(
-    installed: Path, folder: Path, *words: str, launcher: str = "-m"
+    installed: Path, folder: Path, *words: str, program: str = sys.executable, **given: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a folder where longctx cannot be imported."""
+    """Runs a program, Python by default, in a folder where longctx cannot be imported."""
     (folder / "longctx.py").write_text("raise ImportError('this is no place for longctx')")
     paths = os.pathsep.join([str(folder), str(installed)])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | given
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
-        [sys.executable, launcher, *words],
+        [program, *words],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -76,12 +82,12 @@ def test_it_has_every_module_of_the_room(installed: Path) -> None:
 
 def test_a_right_and_a_wrong_step(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text(LOOP)
-    right = run(installed, tmp_path, "longctx_check", "check.py", *PROBE)
+    right = run_module(installed, tmp_path, "longctx_check", "check.py", *PROBE)
     assert right.returncode == 0, right.stderr
     assert right.stdout.splitlines()[0] == "few documents: right"
     (tmp_path / "check.py").write_text(WRONG)
     script = str(installed / "bin" / "longctx-check")
-    wrong = run(installed, tmp_path, "check.py", *PROBE, launcher=script)
+    wrong = run(installed, tmp_path, script, "check.py", *PROBE)
     assert wrong.returncode == 1, wrong.stderr
     assert wrong.stdout.startswith("few documents: the loss has a wrong scale")
 
@@ -90,17 +96,38 @@ def test_it_starts_its_own_processes(installed: Path, tmp_path: Path) -> None:
     """Nothing follows their verdict."""
     (tmp_path / "check.py").write_text(LOOP)
     words = ["longctx_check", "check.py", *PROBE, "--processes", "2"]
-    right = run(installed, tmp_path, *words)
+    right = run_module(installed, tmp_path, *words)
     assert right.returncode == 0, right.stdout + right.stderr
     (tmp_path / "check.py").write_text(WRONG)
-    wrong = run(installed, tmp_path, *words)
+    wrong = run_module(installed, tmp_path, *words)
     assert wrong.returncode == 1, wrong.stderr
     assert wrong.stdout.startswith("few documents: the loss has a wrong scale")
     assert not re.search("Traceback|Error|torch.distributed|OMP_NUM_THREADS", wrong.stderr)
-    refused = run(installed, tmp_path, *words, "--allow", "nothing")
+    refused = run_module(installed, tmp_path, *words, "--allow", "nothing")
     assert refused.returncode == 2
     assert refused.stderr.count("longctx-check: error: no fault is called 'nothing'") == 1
     assert "Traceback" not in refused.stderr
+
+
+def test_the_action_annotates(installed: Path, tmp_path: Path) -> None:
+    """Its last step, as GitHub runs it, with its inputs' defaults but for the processes."""
+    action = yaml.safe_load((ROOM / "action.yml").read_text("utf-8"))
+    step = action["runs"]["steps"][-1]
+    inputs = {name: each["default"] for name, each in action["inputs"].items()}
+    inputs["processes"] = "1"
+    inputs["arguments"] = "--probe=few documents\n--allow=documents are cut\n"
+    given = {}
+    for name, value in step["env"].items():
+        (wanted,) = re.fullmatch(r"\$\{\{ inputs\.([\w-]+) \}\}", value).groups()
+        given[name] = inputs[wanted]
+    (tmp_path / inputs["file"]).write_text(WRONG)
+    bash = shutil.which("bash")
+    assert bash is not None
+    words = ["--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+    done = run(installed, tmp_path, *words, program=bash, **given)
+    assert done.returncode == 1, done.stderr
+    place = "::error file=check.py,title=check-step%2C few documents::"
+    assert f"\n{place}the loss has a wrong scale: " in done.stdout
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -111,6 +138,6 @@ def test_the_plugin(installed: Path, tmp_path: Path, processes: int) -> None:
     test = "import pytest" + LOOP.replace("def make(probe):", f"{mark}{body}")
     (tmp_path / "test_right.py").write_text(test)
     (tmp_path / "test_wrong.py").write_text(test.replace("/ targets", "/ (2 * targets)"))
-    done = run(installed, tmp_path, "pytest", "-q", "-p", "no:cacheprovider")
+    done = run_module(installed, tmp_path, "pytest", "-q", "-p", "no:cacheprovider")
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "few documents: the loss has a wrong scale" in done.stdout
