@@ -7,8 +7,8 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .errors import CheckError, UsageError
 from .github import annotation, annotations
+from .loop import place
 from .probe import Probe, named
 from .step import Report, check_step
 from .template import TEMPLATES, missing_package, text_of, write
@@ -132,33 +133,37 @@ def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ())
             f"there is no file {arguments.script}: give a Python file with a function make(probe)"
         )
     probes = named(arguments.probe or ())
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
     not_caught: tuple[type[Exception], ...] = (UsageError, *passed)
-    beside_it = str(arguments.script.resolve().parent)
-    sys.path.insert(0, beside_it)  # as Python does for a script
-    try:
-        make = _function(arguments.make, arguments.script)
-        report = check_step(make, probes, arguments.allow)
-    except CheckError as error:
-        if rank == 0:
-            _print_no_verdict(f"refused: {error}", arguments)
-        return REFUSED
-    except not_caught:
-        raise
-    except (Exception, SystemExit):
-        traceback.print_exc()
-        _print_no_verdict("no verdict, as the error above was raised", arguments)
-        return CRASHED
-    finally:
-        with suppress(ValueError):  # the file may have changed it
-            sys.path.remove(beside_it)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with _joined_processes() as rank:
+        try:
+            make = _function(arguments.make, arguments.script)
+            report = check_step(make, probes, arguments.allow)
+        except CheckError as error:
+            if rank == 0:
+                _print_no_verdict(f"refused: {error}", arguments)
+            return REFUSED
+        except not_caught:
+            raise
+        except (Exception, SystemExit):
+            traceback.print_exc()
+            _print_no_verdict("no verdict, as the error above was raised", arguments)
+            return CRASHED
     if rank == 0:
         _print(report, arguments)
     return report.status
+
+
+@contextmanager
+def _joined_processes() -> Iterator[int]:
+    """Joins the processes that the launcher started with this one, and yields the rank."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    rank, _ = place()
+    try:
+        yield rank
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _give(template: str, arguments: argparse.Namespace) -> None:
@@ -174,6 +179,8 @@ def _function(name: str, script: Path) -> Callable[[Probe], Any]:
 
     Raises UsageError without one, CheckError for a trainer's package that is not installed.
     """
+    folder = str(script.resolve().parent)
+    sys.path.insert(0, folder)  # as Python does for a script
     try:
         names = runpy.run_path(str(script), run_name="check")
     except ModuleNotFoundError as error:

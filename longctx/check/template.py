@@ -14,13 +14,16 @@ TEMPLATES = (
     "torchtitan",
     "trainer",
     "trl",
+    "verl",
 )
 DISTRIBUTIONS = {
     "accelerate": "accelerate",
     "lightning": "lightning",
     "megatron": "megatron-core",
+    "tensordict": "verl",
     "torchtitan": "torchtitan",
     "trl": "trl",
+    "verl": "verl",
 }
 """Packages that the files import, and that may be absent → what pip installs."""
 ROOM = "longctx.check"

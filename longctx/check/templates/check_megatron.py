@@ -1,4 +1,4 @@
-"""A loop of Megatron-LM, with megatron-core on CPUs: longctx check-step FILE --processes 2."""
+"""A loop of Megatron-LM, with megatron-core 0.16 on CPUs: longctx check-step FILE --processes 2."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

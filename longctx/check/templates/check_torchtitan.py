@@ -1,4 +1,4 @@
-"""A loop of torchtitan, with its Llama 3 on CPUs: longctx check-step FILE --processes 2."""
+"""A loop of torchtitan 0.3, with its Llama 3 on CPUs: longctx check-step FILE --processes 2."""
 
 from typing import Any
 from unittest.mock import patch
