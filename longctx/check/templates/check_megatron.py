@@ -38,7 +38,8 @@ def make(probe: Probe) -> Step:
     without_states = patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext())
     with OnCpu(), without_cuda, without_states:
         llama = probe.model("llama")
-        plain = model_with_weights_of(llama, probe)
+        # PUT YOURS HERE: without it the loss is a mean of means of micro-batches.
+        plain = model_with_weights_of(llama, calculate_per_token_loss=True)
         model = DistributedDataParallel(plain.config, DistributedDataParallelConfig(), plain)
         plain.config.finalize_model_grads_func = finalize_model_grads
         model.zero_grad_buffer()
@@ -78,8 +79,9 @@ def loss_func(
     return (losses.float() * loss_mask).sum(), loss_mask.sum().int(), {}
 
 
-def model_with_weights_of(llama: Any, probe: Probe) -> Any:
-    """Returns a GPTModel with the weights of a small Llama of transformers."""
+def model_with_weights_of(llama: Any, **settings: Any) -> Any:
+    """Returns a GPTModel with the weights of a small Llama of transformers, and settings of
+    TransformerConfig."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
@@ -101,13 +103,12 @@ def model_with_weights_of(llama: Any, probe: Probe) -> Any:
         attention_dropout=0.0,
         use_cpu_initialization=True,
         masked_softmax_fusion=False,
-        # PUT YOURS HERE: without it the loss is a mean of means of micro-batches.
-        calculate_per_token_loss=True,
+        **settings,
     )
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=probe.vocab_size,
+        vocab_size=of_llama.vocab_size,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
