@@ -67,6 +67,17 @@ class Columns(NamedTuple):
         return wanted - self.sum(weights), weights
 
 
+def _require_shapes(gradients: Mapping[str, torch.Tensor], named: Mapping[str, Any]) -> None:
+    """Raises CheckError for a gradient that has another shape than its parameter."""
+    for name, weight in named.items():
+        shape = list(gradients[name].shape)
+        if shape != list(weight.shape):
+            raise CheckError(
+                f"the gradient of {name} is {shape}, and the parameter of the reference "
+                f"{list(weight.shape)}: gather it, or turn it"
+            )
+
+
 class Reference:
     """The model of a record, which runs sequences as contexts want them."""
 
@@ -82,6 +93,7 @@ class Reference:
                 f"{next(iter(named))}"
             )
         self.named = {name: named[name] for name in record.gradients}
+        _require_shapes(record.gradients, self.named)
         self.missing = {
             name: weight
             for name, weight in named.items()

@@ -166,6 +166,27 @@ def test_annotations_of_github(tmp_path: Path, capsys: pytest.CaptureFixture[str
         main([*words, "--github", "--json"])
 
 
+def test_gradients_of_another_shape_are_refused() -> None:
+    """As those of a model of one's own whose matrices are turned, or not gathered."""
+
+    def make(probe: Probe) -> Step:
+        step = by_hand(probe)
+        step.gradients["lm_head.weight"] = step.gradients["lm_head.weight"][1:]
+        return step
+
+    said = r"the gradient of lm_head.weight is \[63, 32\], and the parameter of the reference "
+    with pytest.raises(CheckError, match=said + r"\[64, 32\]: gather it, or turn it"):
+        check_step(make, [SHORT])
+
+
+def test_a_step_of_the_other_package_says_what_to_import() -> None:
+    """The wheel's, where longctx is installed as well."""
+    other = type("Step", (), {"__module__": "longctx_check.record"})
+    said = "make returned a Step of longctx_check: import it from longctx.check"
+    with pytest.raises(CheckError, match=said):
+        check_step(lambda probe: other(), [SHORT])
+
+
 def test_an_annotation_is_one_line_and_hides_no_choice() -> None:
     finding = Finding(SCALE, "0.5 times\n1/N")
     choice = Finding(next(iter(CHOICES)), "document 3")
