@@ -142,6 +142,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text("from longctx.errors import UserError\nraise UserError('no such setting')")
     assert main(["check-step", str(script)]) == 2
     assert "longctx check-step: error: no such setting\n" in capsys.readouterr().err
+    script.write_text(CHECK)
+    assert main(["check-step", str(script), "--make", "step"]) == 2
+    assert "has no function step(probe): name yours by --make" in capsys.readouterr().err
     script.write_text("raise SystemExit(1)")
     assert main(["check-step", str(script)]) == 4
     assert main(["check-step", str(script), "--probe", "none"]) == 2
