@@ -197,7 +197,7 @@ def _function(name: str, script: Path) -> Callable[[Probe], Any]:
             raise CheckError(f"{script}: {missing}") from error
         raise
     if name not in names:
-        raise UsageError(f"{script} has no function {name}(probe)")
+        raise UsageError(f"{script} has no function {name}(probe): name yours by --make")
     function: Callable[[Probe], Any] = names[name]
     return function
 

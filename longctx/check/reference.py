@@ -71,6 +71,17 @@ class Columns(NamedTuple):
         return wanted - self.sum(weights), weights
 
 
+def _require_shapes(gradients: Mapping[str, torch.Tensor], named: Mapping[str, Any]) -> None:
+    """Raises CheckError for a gradient that has another shape than its parameter."""
+    for name, weight in named.items():
+        shape = list(gradients[name].shape)
+        if shape != list(weight.shape):
+            raise CheckError(
+                f"the gradient of {name} is {shape}, and the parameter of the reference "
+                f"{list(weight.shape)}: gather it, or turn it"
+            )
+
+
 class Reference:
     """The model of a record, which runs sequences as contexts want them."""
 
@@ -88,6 +99,7 @@ class Reference:
         self.order = list(named)
         """Names of all parameters in the order of the model."""
         self.named = {name: named[name] for name in record.gradients}
+        _require_shapes(record.gradients, self.named)
         self.missing = {
             name: weight
             for name, weight in named.items()
@@ -284,6 +296,19 @@ class Reference:
         for sequence, chosen in _by_sequence(weights):
             self._weighted_loss(sequence, chosen, weights).backward()
         return self.taken()
+
+    def slopes_of(self, weights: Mapping[Prediction, float]) -> dict[Sequence, torch.Tensor]:
+        """Returns ∂loss/∂ of what the output layer returns, for the tokens of each sequence
+        [tokens, V], for predictions with these weights."""
+        found = dict[Sequence, torch.Tensor]()
+        for sequence, chosen in _by_sequence(weights):
+            columns = self.columns(chosen).left
+            slopes = found.setdefault(
+                sequence, torch.zeros(len(sequence.numbers), columns.shape[1], dtype=torch.float64)
+            )
+            for each, column in zip(chosen, columns, strict=True):
+                slopes[each.place] += weights[each] * column
+        return found
 
     def gradients_of(self, slopes: Mapping[Sequence, torch.Tensor]) -> "Gradients":
         """Returns gradients for ∂loss/∂ of what the output layer returns, for the tokens of each

@@ -144,6 +144,9 @@ def check_step(
 def _step(made: Any, probe: Probe) -> Step:
     if isinstance(made, Step):
         return made
+    if type(made).__name__ == Step.__name__:
+        theirs, _, _ = type(made).__module__.rpartition(".")
+        raise CheckError(f"make returned a Step of {theirs}: import it from {__package__}")
     if not hasattr(made, "callback_handler"):
         raise CheckError(
             f"make returned {type(made).__name__}: return a transformers.Trainer, or a Step"

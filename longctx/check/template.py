@@ -27,7 +27,7 @@ DISTRIBUTIONS = {
 }
 """Packages that the files import, and that may be absent → what pip installs."""
 ROOM = "longctx.check"
-"""Name of this package in the files; in the wheel it has another one."""
+"""Name of this package in the files, where longctx is installed."""
 PROGRAM = "longctx check-step"
 """Name of the command in the files."""
 
@@ -50,9 +50,11 @@ def write(name: str, program: str, path: Path) -> None:
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """Returns what to install for a module that is not there; nothing for a module that no template
-    imports."""
+    """Returns what to install, or to import, for a module that is not there; nothing for a module
+    that no template imports."""
     package = str(error.name).partition(".")[0]
+    if package == "longctx":
+        return f"longctx is not installed: import {__package__} in place of {ROOM}"
     if package not in DISTRIBUTIONS:
         return ""
     return f"{package} is not installed: pip install {DISTRIBUTIONS[package]}"

@@ -844,11 +844,19 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
 def _is_without_others(facts: Facts) -> bool:
     """Returns whether gradients are those of keys and values that get none from other ranks."""
     shown = facts.fit.shown
-    if facts.record.ranks == 1 or shown is None or shown.slopes is None:
+    if facts.record.ranks == 1:
+        return False
+    if shown is not None:
+        slopes = shown.slopes
+    elif facts.reference.output is not None:
+        slopes = facts.reference.slopes_of(facts.fit.weights)
+    else:
+        slopes = None
+    if slopes is None:
         return False
     ranks = {number: place[0] for number, place in facts.at.items()}
     try:
-        expected = gradients_without_others(facts.reference, shown.slopes, ranks)
+        expected = gradients_without_others(facts.reference, slopes, ranks)
     except (RuntimeError, ValueError, TypeError):
         return False
     return all(

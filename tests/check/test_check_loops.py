@@ -11,6 +11,8 @@ from accelerate.state import AcceleratorState
 
 from longctx.check import PROBES, Probe, check_step, template
 from longctx.check.command import main as wheel_main
+from longctx.check.loop import packed_batches, padded_batches, targets_of
+from longctx.check.probe import PAD
 from longctx.check.template import DISTRIBUTIONS, TEMPLATES
 from longctx.cli import main
 
@@ -86,6 +88,31 @@ def test_a_template_without_its_package_says_what_to_install(
     assert main(["check-step", file]) == 3
     error = capsys.readouterr().err
     assert f"is not installed: pip install {DISTRIBUTIONS[name]}\n" in error
+
+
+def test_a_micro_batch_without_a_document_is_no_fault(tmp_path: Path) -> None:
+    """Of a loop that begins with batches of the room, as a rank may have more than documents."""
+    make = function(template.text_of("ddp", "longctx check-step"), tmp_path)
+    probe = Probe("one", lengths=(9,), micro_batches=2)
+    assert [len(batch["input_ids"][0]) for batch in padded_batches(probe)] == [9, 1]
+    assert check_step(make, [probe]).lines()[0] == "one: right"
+
+
+def test_rows_of_whole_documents_are_the_probes() -> None:
+    """Each row is full, and each document is in one, with its positions."""
+    probe = Probe("three", lengths=(3, 6, 4), prompt=0.4)
+    first, second = packed_batches(probe, length=10)
+    assert first["input_ids"].tolist() == [[*range(2, 11), PAD]]
+    assert first["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 0]]
+    assert first["documents"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 1, -1]]
+    assert first["labels"].tolist() == [[3, 4, -100, -100, 7, 8, 9, 10, -100, -100]]
+    assert second["input_ids"].tolist() == [[11, 12, 13, 14, *[PAD] * 6]]
+    assert second["documents"].tolist() == [[2, 2, 2, 2, -6, -5, -4, -3, -2, -1]]
+    wanted = sum(
+        probe.trained(number, at) for number in range(3) for at in range(probe.lengths[number])
+    )
+    assert targets_of([first, second], shifted=True) == wanted
+    assert targets_of(padded_batches(probe)) == wanted
 
 
 def test_there_is_a_template_of_each_name() -> None:

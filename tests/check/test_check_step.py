@@ -142,6 +142,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text("from longctx.errors import UserError\nraise UserError('no such setting')")
     assert main(["check-step", str(script)]) == 2
     assert "longctx check-step: error: no such setting\n" in capsys.readouterr().err
+    script.write_text(CHECK)
+    assert main(["check-step", str(script), "--make", "step"]) == 2
+    assert "has no function step(probe): name yours by --make" in capsys.readouterr().err
     script.write_text("raise SystemExit(1)")
     assert main(["check-step", str(script)]) == 4
     assert main(["check-step", str(script), "--probe", "none"]) == 2
@@ -164,6 +167,27 @@ def test_annotations_of_github(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.splitlines()[-1].startswith(refused)
     with pytest.raises(SystemExit):
         main([*words, "--github", "--json"])
+
+
+def test_gradients_of_another_shape_are_refused() -> None:
+    """As those of a model of one's own whose matrices are turned, or not gathered."""
+
+    def make(probe: Probe) -> Step:
+        step = by_hand(probe)
+        step.gradients["lm_head.weight"] = step.gradients["lm_head.weight"][1:]
+        return step
+
+    said = r"the gradient of lm_head.weight is \[63, 32\], and the parameter of the reference "
+    with pytest.raises(CheckError, match=said + r"\[64, 32\]: gather it, or turn it"):
+        check_step(make, [SHORT])
+
+
+def test_a_step_of_the_other_package_says_what_to_import() -> None:
+    """The wheel's, where longctx is installed as well."""
+    other = type("Step", (), {"__module__": "longctx_check.record"})
+    said = "make returned a Step of longctx_check: import it from longctx.check"
+    with pytest.raises(CheckError, match=said):
+        check_step(lambda probe: other(), [SHORT])
 
 
 def test_an_annotation_is_one_line_and_hides_no_choice() -> None:

@@ -61,7 +61,9 @@ def run(
     installed: Path, folder: Path, *words: str, program: str = sys.executable, **given: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program, Python by default, in a folder where longctx cannot be imported."""
-    (folder / "longctx.py").write_text("raise ImportError('this is no place for longctx')")
+    (folder / "longctx.py").write_text(
+        "raise ModuleNotFoundError('no longctx here', name='longctx')"
+    )
     paths = os.pathsep.join([str(folder), str(installed)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | given
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -90,6 +92,14 @@ def test_a_right_and_a_wrong_step(installed: Path, tmp_path: Path) -> None:
     wrong = run(installed, tmp_path, script, "check.py", *PROBE)
     assert wrong.returncode == 1, wrong.stderr
     assert wrong.stdout.startswith("few documents: the loss has a wrong scale")
+
+
+def test_a_file_for_longctx_is_told_what_to_import(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text(LOOP.replace("longctx_check", "longctx.check"))
+    refused = run_module(installed, tmp_path, "longctx_check", "check.py", *PROBE)
+    assert refused.returncode == 3
+    said = "longctx is not installed: import longctx_check in place of longctx.check"
+    assert said in refused.stderr
 
 
 def test_it_starts_its_own_processes(installed: Path, tmp_path: Path) -> None:
