@@ -19,6 +19,7 @@ openrlhf         the same, and openrlhf 0.11.2, pylatexenc; an empty module stan
 deepspeed        deepspeed 0.19.8 (built with DS_BUILD_OPS=0), hjson, py-cpuinfo, msgpack, einops, transformers, ./extras/flash_attn_cpu
 ringmaster       axolotl-ringmaster 0.2.7, transformers, ./extras/flash_attn_cpu
 verl             verl 0.9.1, transformers 5.10.2, ray 2.55.0, tensordict 0.10.0, datasets 4.8.4, codetiming, hydra-core, ./extras/flash_attn_cpu
+veomni           veomni 0.1.12, transformers 5.9.0, datasets 4.8.4, torchdata, einops, ./extras/flash_attn_cpu
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from bench.check_stacks_megatron import megatron
 from bench.check_stacks_ringmaster import RINGMASTER
 from bench.check_stacks_rings import PACKED, RING_FLASH_ATTN
 from bench.check_stacks_rlhf import OPENRLHF
+from bench.check_stacks_veomni import VEOMNI
 from bench.check_stacks_verl import VERL
 from longctx.check import Probe
 from longctx.check.probe import END
@@ -261,6 +263,7 @@ PACKAGES |= {
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
     "verl": ("verl", "longctx-flash-attn-cpu"),
+    "veomni": ("veomni", "longctx-flash-attn-cpu"),
     "deepspeed": ("deepspeed", "longctx-flash-attn-cpu"),
     "ringmaster": ("axolotl-ringmaster", "longctx-flash-attn-cpu"),
     "openrlhf": ("openrlhf", "ring-flash-attn", "longctx-flash-attn-cpu"),
@@ -320,6 +323,7 @@ OTHERS: dict[str, dict[str, Make]] = {
     "ring-flash-attn": RING_FLASH_ATTN,
     "openrlhf": OPENRLHF,
     "verl": VERL,
+    "veomni": VEOMNI,
     "ringmaster": RINGMASTER,
     "deepspeed": DEEPSPEED,
     "automodel": AUTOMODEL,
