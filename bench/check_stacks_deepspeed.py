@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from bench.check_stacks import Make, ranks
 from bench.check_stacks_loops import add_up_over, of_all_ranks
-from bench.check_stacks_ringmaster import batch_of
+from bench.check_stacks_ringmaster import filled
 from bench.check_stacks_rings import IGNORED, WINDOW, connect
 from longctx.check import Probe, Step, record
 
@@ -29,13 +29,6 @@ def rows_of(probe: Probe, packed: bool) -> list[list[Batch]]:
     lengths = [sum(len(each["input_ids"]) for each in row) for mine in rows for row in mine]
     longest = -(-max(lengths) // everyone) * everyone
     return [[filled(row, probe, longest) for row in mine] for mine in rows]
-
-
-def filled(row: list[dict[str, list[int]]], probe: Probe, length: int) -> Batch:
-    """Returns documents in a row, with padding as a last document."""
-    more = length - sum(len(each["input_ids"]) for each in row)
-    padding = {"input_ids": [probe.pad] * more, "labels": [IGNORED] * more}
-    return batch_of([*row, padding] if more else row)
 
 
 def deepspeed(attention: str, *, packed: bool, kind: str = "llama", **sizes: Any) -> Make:

@@ -17,8 +17,10 @@ lightning        lightning 2.6.6, transformers
 accelerate       as for the first table
 openrlhf         the same, and openrlhf 0.11.2, pylatexenc; an empty module stands for DeepSpeed
 deepspeed        deepspeed 0.19.8 (built with DS_BUILD_OPS=0), hjson, py-cpuinfo, msgpack, einops, transformers, ./extras/flash_attn_cpu
+axolotl-parallel that of axolotl, ring-flash-attn 0.1.8, einops, ./extras/flash_attn_cpu
 ringmaster       axolotl-ringmaster 0.2.7, transformers, ./extras/flash_attn_cpu
 verl             verl 0.9.1, transformers 5.10.2, ray 2.55.0, tensordict 0.10.0, datasets 4.8.4, codetiming, hydra-core, ./extras/flash_attn_cpu
+veomni           veomni 0.1.12, transformers 5.9.0, datasets 4.8.4, torchdata, einops, ./extras/flash_attn_cpu
 """
 
 import contextlib
@@ -37,9 +39,10 @@ from bench.check_stacks import ASKED, Make, ranks, tokenizer, without
 from bench.check_stacks_deepspeed import DEEPSPEED
 from bench.check_stacks_loops import ACCELERATE, AUTOMODEL, LIGHTNING, TORCHTUNE
 from bench.check_stacks_megatron import megatron
-from bench.check_stacks_ringmaster import RINGMASTER
+from bench.check_stacks_ringmaster import AXOLOTL_PARALLEL, RINGMASTER
 from bench.check_stacks_rings import PACKED, RING_FLASH_ATTN
 from bench.check_stacks_rlhf import OPENRLHF
+from bench.check_stacks_veomni import VEOMNI
 from bench.check_stacks_verl import VERL
 from longctx.check import Probe
 from longctx.check.probe import END
@@ -261,7 +264,9 @@ PACKAGES |= {
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
     "verl": ("verl", "longctx-flash-attn-cpu"),
+    "veomni": ("veomni", "longctx-flash-attn-cpu"),
     "deepspeed": ("deepspeed", "longctx-flash-attn-cpu"),
+    "axolotl-parallel": ("axolotl", "ring-flash-attn", "longctx-flash-attn-cpu"),
     "ringmaster": ("axolotl-ringmaster", "longctx-flash-attn-cpu"),
     "openrlhf": ("openrlhf", "ring-flash-attn", "longctx-flash-attn-cpu"),
 }
@@ -272,7 +277,7 @@ PROBES_OF: dict[str, Sequence[Probe]] = {
     "megatron": WITH_ENDS[2:],
 }
 PROBES_OF |= {"ring-flash-attn": PACKED, "automodel": TALKS}
-PROBES_OF["deepspeed"] = PACKED
+PROBES_OF |= {"deepspeed": PACKED, "axolotl-parallel": PACKED}
 PROBES_OF["ringmaster"] = [probe for probe in ASKED if not probe.ends]
 PROBES_OF["torchtune"] = (*TALKS, Probe("texts in two micro-batches", LENGTHS, micro_batches=2))
 NEAT = {"packing": True, "neat_packing": True}
@@ -320,7 +325,9 @@ OTHERS: dict[str, dict[str, Make]] = {
     "ring-flash-attn": RING_FLASH_ATTN,
     "openrlhf": OPENRLHF,
     "verl": VERL,
+    "veomni": VEOMNI,
     "ringmaster": RINGMASTER,
+    "axolotl-parallel": AXOLOTL_PARALLEL,
     "deepspeed": DEEPSPEED,
     "automodel": AUTOMODEL,
     "torchtune": TORCHTUNE,

@@ -244,7 +244,7 @@ def ring_flash_attn(way: str, *, window: bool = False, as_it_is: bool = False) -
 
     def make(probe: Probe) -> Step:
         connect()
-        _let_ring_flash_attn_import()
+        let_ring_flash_attn_import()
         everyone = range(len(probe.rows))
         multiple = 2 * dist.get_world_size()
         model = probe.model("mistral", sliding_window=WINDOW) if window else probe.model("llama")
@@ -263,7 +263,7 @@ def ring_flash_attn(way: str, *, window: bool = False, as_it_is: bool = False) -
     return make
 
 
-def _let_ring_flash_attn_import() -> None:
+def let_ring_flash_attn_import() -> None:
     """Gives transformers a name that they no longer have, as OpenRLHF does."""
     import transformers.modeling_flash_attention_utils as flash
 
@@ -277,7 +277,7 @@ def substitute() -> None:
     from flash_attn.transformers_on_cpu import allow
 
     allow()
-    _let_ring_flash_attn_import()
+    let_ring_flash_attn_import()
     from ring_flash_attn import substitute_hf_flash_attn
 
     substitute_hf_flash_attn(dist.group.WORLD, heads_k_stride=1)

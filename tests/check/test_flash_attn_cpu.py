@@ -1,6 +1,8 @@
 """extras/flash_attn_cpu against plain attention in float64."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -310,3 +312,37 @@ def test_version_is_the_one_whose_functions_these_are() -> None:
     project = (FOLDER.parent / "pyproject.toml").read_text()
     assert loaded("").__version__ == "2.8.3"
     assert 'version = "2.8.3"' in project
+
+
+FLASH_IN_TRANSFORMERS = """
+import torch
+from flash_attn.transformers_on_cpu import allow
+
+allow()
+from transformers import MistralConfig, MistralForCausalLM
+
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+config = MistralConfig(**sizes, **heads, sliding_window=4, initializer_range=0.2)
+model = MistralForCausalLM(config)
+ids = torch.arange(20)[None]
+positions = torch.cat([torch.arange(8), torch.arange(12)])[None]  # two documents
+model.set_attn_implementation("flash_attention_2")
+packed = model(ids, position_ids=positions, use_cache=False).logits
+model.set_attn_implementation("eager")
+alone = [model(part, use_cache=False).logits for part in ids.split([8, 12], dim=1)]
+assert torch.allclose(packed, torch.cat(alone, dim=1), atol=1e-4)
+"""
+
+
+@pytest.mark.slow
+def test_transformers_take_it_for_flash_attn() -> None:
+    """Packed documents with windows, in a process of its own: others do not see the module."""
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    run = subprocess.run(
+        [sys.executable, "-c", FLASH_IN_TRANSFORMERS],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
