@@ -25,7 +25,15 @@ from longctx.check.contexts import (
 )
 from longctx.check.probe import END
 from longctx.check.trainer import arguments
-from longctx.check.verdict import EXCHANGE, LATER, NOT_SHIFTED, OF_OTHERS, ORDER, SHIFTED_TWICE
+from longctx.check.verdict import (
+    EXCHANGE,
+    KEYS_WITHOUT_GRADIENT,
+    LATER,
+    NOT_SHIFTED,
+    OF_OTHERS,
+    ORDER,
+    SHIFTED_TWICE,
+)
 from tests.trainer_cases import as_rank
 
 Make = Callable[[Probe], Any]
@@ -541,7 +549,7 @@ ON_TWO: dict[str, tuple[Make, Probe, list[str]]] = {
     "no gradient of others": (
         Zigzag("no gradient of others"),
         PLAIN,
-        ["the backward pass is wrong"],
+        [KEYS_WITHOUT_GRADIENT],
     ),
     "mean of the rank": (
         Zigzag("mean of the rank"),

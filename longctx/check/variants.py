@@ -58,9 +58,11 @@ class Variant(NamedTuple):
 
 def variants(reference: Reference, part: str) -> list[Variant]:
     """Returns all variants that change something in a model; some of them in one part alone."""
-    modules = [*reference.model.modules()]
+    named = [*reference.model.named_modules()]
+    modules = [module for _, module in named]
     every = [
         *_epsilons(modules),
+        *_epsilons([module for name, module in named if name == part]),
         *_rotary(modules, reference.config),
         *_adapters(modules),
         *_experts(modules),
