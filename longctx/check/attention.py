@@ -1,15 +1,13 @@
 """Causes of wrong attention: scores, sinks, the order of heads, how ranks' parts are merged, or
 which keys tokens saw."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 
 import torch
 
 from .attended import (
-    ALONE,
     MANY,
-    WAYS,
     Heads,
     Run,
     of_parts,
@@ -23,6 +21,7 @@ from .attended import (
 from .objectives import nearest
 from .off import Cause, FirstOff
 from .probe import Tokens
+from .seen_keys import SeenKeys, place_of
 
 KEYS = "tokens see other keys than they should"
 SCALE_OF_SCORES = "scores of attention have another scale"
@@ -100,7 +99,7 @@ class Attention:
         added = with_added(self.heads, self.seen)
         if self._apart(added) <= self.limit:
             return self._said(KEYS, "a mask of booleans is added to scores, and hides none")
-        factor = nearest(self._apart_by, *FACTORS)
+        factor = nearest(self._apart_by, between=FACTORS)
         if self._apart_by(factor) <= self.limit:
             return self._said(SCALE_OF_SCORES, f"{factor:.4g} times what it should be")
         return None
@@ -157,9 +156,10 @@ class Attention:
             if not left <= self.limit:
                 return None
             if not example:
+                place = place_of(self.heads.numbers[index], self.tokens)
                 found = ", ".join(f"{float(each):.3g}" for each in solved[0, :, 0])
                 right = ", ".join(f"{float(each):.3g}" for each in rightly[:, 0])
-                example = f"{found} in place of {right} in head 0 of {self._place(index)}"
+                example = f"{found} in place of {right} in head 0 of {place}"
         return self._said(MERGED, example)
 
     def _distances(self) -> Cause | None:
@@ -170,7 +170,7 @@ class Attention:
             def apart(slope: float, head: int = head) -> float:
                 return self._apart(with_slope(self.heads, self.seen, slope, head), head)
 
-            slope = nearest(apart, *SLOPES)
+            slope = nearest(apart, between=SLOPES)
             if not apart(slope) <= self.limit:
                 return None
             found.append(slope)
@@ -187,78 +187,28 @@ class Attention:
             if not run.apart <= self.limit:
                 return None
             found[index] = run
-        words = next(self._rules(found))
+        own_parts = {
+            index: self._own_part(index) for index in found if self._has_other_parts(index)
+        }
+        words = SeenKeys(found, self.heads.numbers, tokens=self.tokens, own_parts=own_parts).words()
         if len(at) < self.heads.queries.shape[1]:
             words += f", in head {', '.join(map(str, at))} alone"
         return self._said(KEYS, words)
+
+    def _own_part(self, index: int) -> tuple[int, int]:
+        """Returns the run of keys of its own rank that a token should see."""
+        own = (self.seen[index] & (self.rank == self.rank[index])).nonzero()[:, 0]
+        return int(own[0]), int(own[-1]) + 1
+
+    def _has_other_parts(self, index: int) -> bool:
+        """Returns whether a token should see keys of other ranks."""
+        return bool((self.seen[index] & (self.rank != self.rank[index])).any())
 
     def _wrong_heads(self) -> list[int]:
         """Returns the heads that returned something else than they should."""
         apart = (self.returned - self.heads.returned)[self.wrong].norm(dim=(0, 2))
         size = self.heads.returned[self.wrong].norm(dim=(0, 2))
         return [int(head) for head in (apart > self.limit * size).nonzero()[:, 0]]
-
-    def _rules(self, found: dict[int, Run]) -> Iterator[str]:
-        """Yields what all these runs have in common, then an example."""
-        tokens = self.tokens
-        numbers = self.heads.numbers
-        first_of = dict[int, int]()
-        last_of = dict[int, int]()
-        for index, number in enumerate(numbers):
-            first_of.setdefault(tokens.document[number], index)
-            last_of[tokens.document[number]] = index
-        documents = {index: tokens.document[numbers[index]] for index in found}
-        index, run = next(iter(found.items()))
-        if any(run.way != ALONE for run in found.values()):
-            way = next(way for way in WAYS if any(run.way == way for run in found.values()))
-            index, run = next(each for each in found.items() if each[1].way == way)
-            yield f"{self._place(index)} {way} {self._span(run)}"
-        if all(self._is_own_part(index, run) for index, run in found.items()):
-            yield "they see keys of their own rank alone"
-        begins = {index: run.begin - first_of[documents[index]] for index, run in found.items()}
-        later = {index: run.end - 1 - index for index, run in found.items()}
-        widths = {
-            index: index + 1 - run.begin
-            for index, run in found.items()
-            if run.begin > first_of[documents[index]]
-        }
-        ends = {index: run.end - first_of[documents[index]] for index, run in found.items()}
-        from_first = not any(begins.values())
-        to_own = not any(later.values())
-        if from_first and set(later.values()) == {-1}:
-            yield "they do not see their own key"
-        if from_first and min(later.values()) > 0:
-            clipped = [
-                value for index, value in later.items() if index + value < last_of[documents[index]]
-            ]
-            if not clipped:
-                yield "they see all later ones of their document"
-            elif set(clipped) == {max(later.values())}:
-                yield f"they see {clipped[0]} later ones"
-        if from_first and len(set(ends.values())) == 1:
-            yield f"keys from token {next(iter(ends.values()))} of a document on are hidden"
-        if to_own and len(set(begins.values())) == 1 and min(begins.values()) > 0:
-            yield f"they do not see the first {next(iter(begins.values()))} of their document"
-        if to_own and len(set(widths.values())) == 1 and len(widths) == len(found):
-            yield f"as with a window of {next(iter(widths.values()))} tokens"
-        yield f"{self._place(index)} {ALONE} {self._span(run)}"
-
-    def _is_own_part(self, index: int, run: Run) -> bool:
-        """Returns whether a run is all that a token should see of its own rank, and another rank
-        has more."""
-        own = self.seen[index] & (self.rank == self.rank[index])
-        keys = torch.zeros_like(own)
-        keys[run.begin : run.end] = True
-        return bool((own == keys).all()) and bool((self.seen[index] & ~own).any())
-
-    def _place(self, index: int) -> str:
-        number = self.heads.numbers[index]
-        return f"token {self.tokens.place[number]} of document {self.tokens.document[number]}"
-
-    def _span(self, run: Run) -> str:
-        if run.end - run.begin == 1:
-            return self._place(run.begin)
-        return f"tokens from {self._place(run.begin)[6:]} to {self._place(run.end - 1)[6:]}"
 
 
 def _changed(of: tuple[int, int, int], own: tuple[int, int, int]) -> int:

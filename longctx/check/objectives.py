@@ -170,12 +170,15 @@ def _temperature(some: _Slopes, logits: torch.Tensor, inner: torch.Tensor) -> fl
         column = few.entropy_of(logits[:first] / divisor) * inner[:first]
         return float(few.left(column).norm())
 
-    return nearest(left, *TEMPERATURES)
+    return nearest(left, between=TEMPERATURES)
 
 
-def nearest(apart: Callable[[float], float], low: float, high: float, *, steps: int = 24) -> float:
+def nearest(
+    apart: Callable[[float], float], *, between: tuple[float, float], steps: int = 24
+) -> float:
     """Returns the positive number between two for which a function is least: on a grid of powers
     first, then by halving."""
+    low, high = between
     ratio = (high / low) ** (1 / steps)
     grid: list[float] = [low * ratio**step for step in range(steps + 1)]
     best = min(range(1, steps), key=lambda at: apart(grid[at]))
@@ -206,7 +209,7 @@ def focus(weights: Listed[float], chances: Listed[float], *, limit: float) -> fl
         right: torch.Tensor = (1 - p) ** gamma - gamma * p * (1 - p) ** (gamma - 1) * p.log()
         return float((found / found.norm() - right / right.norm()).abs().max() * len(p) ** 0.5)
 
-    gamma: float = nearest(apart, low=0.1, high=10.0)
+    gamma: float = nearest(apart, between=(0.1, 10.0))
     constant = float((found / found.norm() - 1 / len(found) ** 0.5).abs().max()) * len(p) ** 0.5
     left = apart(gamma)
     if left <= limit and left < constant / 10:
