@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import CheckError
+from .largest import largest
 from .looked import Looked, Output, Parts, keep_parts, look
-from .numbers import largest
 from .probe import END, PAD, Tokens
 
 Tensors = dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ from .contexts import APART, Sequence
 from .contexts import FAULTS as CONTEXTS
 from .errors import UsageError
 from .fit import EXACT, NEAR, Fit, Pair, Shown
-from .numbers import largest
+from .largest import largest
 from .probe import END, PAD
 from .record import Record, Tensors
 from .reference import Prediction, Reference
