@@ -123,11 +123,18 @@ class Looked(NamedTuple):
 
 
 def look(
-    outputs: Listed[Output], parts: Parts, *, tokens: int, config: Any, limit: float
+    given: Listed[Output],
+    parts: Parts,
+    *,
+    calls: Listed[torch.Size],
+    config: Any,
+    limit: float,
 ) -> Looked | None:
     """Returns what outputs show; None where they are not those of all tokens in order, or tensors
     are not plain or not finite. `limit`: most that may be left of ∂loss/∂logits without
-    cross-entropy."""
+    cross-entropy; `calls`: shapes of ids of the model's calls."""
+    tokens = sum(call.numel() for call in calls)
+    outputs = _in_order([*given], calls)
     if not outputs or any(not _is_plain(output) for output in outputs):
         return None
     states = torch.cat([output.states.flatten(0, -2) for output in outputs]).double().cpu()
@@ -146,6 +153,34 @@ def look(
         beside=told.beside,
         slopes=slopes,
         parts=of_tokens(parts, tokens),
+    )
+
+
+def _in_order(outputs: list[Output], calls: Listed[torch.Size]) -> list[Output]:
+    """Returns outputs one for each call, where a call of several rows [rows, tokens] ran the output
+    layer on some columns after others; without those that checkpointing ran again."""
+    tokens = sum(call.numel() for call in calls)
+    if sum(output.states.shape[:-1].numel() for output in outputs) == 2 * tokens:
+        outputs = [output for output in outputs if output.slopes is not None]
+    found = list[Output]()
+    left = list(outputs)
+    for call in calls:
+        own = list[Output]()
+        while left and sum(each.states.shape[:-1].numel() for each in own) < call.numel():
+            own.append(left.pop(0))
+        in_columns = len(own) > 1 and len(call) == 2 and call[0] > 1
+        if in_columns and all(each.states.shape[:-2] == call[:1] for each in own):
+            own = [_beside(own)]
+        found += own
+    return found + left
+
+
+def _beside(outputs: list[Output]) -> Output:
+    """Returns outputs of columns [rows, tokens, ..] as one."""
+    return Output(
+        torch.cat([output.states for output in outputs], 1),
+        torch.cat([output.logits for output in outputs], 1),
+        torch.cat([_slopes_of(output) for output in outputs], 1),
     )
 
 

@@ -39,6 +39,8 @@ tokens are about as likely."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights of models."""
+LATENT = "kv_lora_rank"
+"""In configs of models with latent attention."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names in configs of how many experts a router chooses from."""
 
@@ -106,6 +108,8 @@ class Probe:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         own = {"vocab_size": self.vocab_size, "pad_token_id": self.pad}
+        if config is None and LATENT in vars(AutoConfig.for_model(kind)):
+            config = AutoConfig.for_model(kind)  # whose heads have several widths
         if config is None:
             config = AutoConfig.for_model(kind, **(SIZES | own | sizes))
         else:

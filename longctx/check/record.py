@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import CheckError
+from .largest import largest
 from .looked import Looked, Output, Parts, keep_parts, look, plain_name
-from .numbers import largest
 from .probe import END, PAD, Tokens
 from .tolerances import NAMES, OF, Tolerances, coarsest
 
@@ -365,7 +365,7 @@ def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
     looked = look(
         step.outputs,
         step.parts,
-        tokens=sum(ids.numel() for ids in step.calls),
+        calls=[ids.shape for ids in step.calls],
         config=getattr(step.reference, "config", None),
         limit=OF[step.dtype].objective,
     )

@@ -66,8 +66,11 @@ def fit_shown(
             slopes = usual_slopes
             after = _left_of_output(record, reference, slopes)
     weights, unknown = seen.weights(factors)
-    scaled = after is not None
-    if not scaled and slopes is not None:
+    if after is None:
+        scaled = False
+    else:
+        scaled = after <= record.tolerances.after
+    if after is None and slopes is not None:
         factor = _factor_of_all(record, reference, slopes)
         weights = {prediction: weight * factor for prediction, weight in weights.items()}
         slopes = {sequence: each * factor for sequence, each in slopes.items()}

@@ -18,6 +18,7 @@ class Tolerances(NamedTuple):
         objective: of ∂loss/∂logits of a token, without cross-entropy.
         after: of the output layer's gradient, without what backward gave it.
         weights: of the weight of a prediction, to 1/N.
+        weights_shown: the same, where the output layer showed them.
         least_weight: the smallest weight that counts, to the largest one.
         backward: of a parameter's gradient that follows from weights.
         logged: of a logged loss or norm.
@@ -32,6 +33,7 @@ class Tolerances(NamedTuple):
     objective: float
     after: float
     weights: float
+    weights_shown: float
     least_weight: float
     backward: float
     logged: float
@@ -50,6 +52,7 @@ FLOAT32 = Tolerances(
     objective=1e-5,
     after=1e-5,
     weights=2e-3,
+    weights_shown=5e-5,
     least_weight=1e-5,
     backward=5e-4,
     logged=1e-3,
@@ -62,6 +65,7 @@ BFLOAT16 = Tolerances(
     objective=5e-4,
     after=2e-2,
     weights=2e-2,
+    weights_shown=2e-2,
     least_weight=1e-3,
     backward=3e-2,
     logged=1e-2,
@@ -74,6 +78,7 @@ FLOAT16 = Tolerances(
     objective=6e-5,
     after=3e-3,
     weights=3e-3,
+    weights_shown=3e-3,
     least_weight=1e-3,
     backward=5e-3,
     logged=3e-3,

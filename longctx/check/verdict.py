@@ -22,7 +22,7 @@ from .contexts import APART, Sequence
 from .contexts import FAULTS as CONTEXTS
 from .errors import UsageError
 from .fit import Fit, Pair, Shown
-from .numbers import largest
+from .largest import largest
 from .probe import END, PAD
 from .record import Record, Tensors
 from .reference import Gradients, Prediction, Reference
@@ -105,7 +105,9 @@ class Facts:
         self.reference = reference
         self.fit = fit
         self.limits = record.tolerances
-        if fit.roughly:
+        if fit.shown is not None:
+            self.same = self.limits.weights_shown
+        elif fit.roughly:
             self.same = self.limits.residual_of_unknown
         else:
             self.same = self.limits.weights
@@ -719,7 +721,7 @@ def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
     if causes:
         yield Finding(SCALE, " or ".join(causes[:3]))
     else:
-        yield Finding(SCALE, f"× {factor:.4g}")
+        yield Finding(SCALE, f"× {factor:.5g}")
 
 
 def _known_scales(facts: Facts) -> Iterator[tuple[str, float]]:

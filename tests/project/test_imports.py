@@ -256,8 +256,10 @@ for name in {[name for name in LIGHT if "triton" not in name and "merge_device" 
 
 
 def test_the_check_of_a_step_needs_nothing_of_ours() -> None:
-    """Its folder is a wheel of its own, in which its modules have other full names."""
+    """Its folder is a wheel of its own, in which its modules have other full names; where Python
+    runs in it, as for `python -m pip install .`, none hides a module of the standard library."""
     names = [name for name in MODULES if part(name) == "check"]
+    assert not {name.rpartition(".")[2] for name in names} & sys.stdlib_module_names
     for name in names:
         for node in ast.walk(tree(name)):
             if isinstance(node, ast.Import):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from longctx import units
-from longctx.check import numbers
+from longctx.check.largest import largest as largest_of_check
 from tests.project.test_imports import MODULES, tree
 
 TOLERANCE = re.compile(
@@ -73,7 +73,7 @@ def test_the_rule_finds_what_it_should(code: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 2.0]])
-@pytest.mark.parametrize("largest", [units.largest, numbers.largest])
+@pytest.mark.parametrize("largest", [units.largest, largest_of_check])
 def test_the_largest_of_numbers_with_nan_is_nan(
     values: list[float], largest: Callable[..., float]
 ) -> None:
