@@ -335,7 +335,6 @@ wrong(
     "DP, mean in place of sum",
     "gradients are averaged over ranks, though the loss is divided by all targets: half",
     DATA,
-    "huggingface/transformers#35438",
     sync=means,
 )
 wrong("DP, summed twice", "gradients are summed over ranks twice", DATA, sync=twice)
@@ -745,7 +744,6 @@ wrong(
     "CP zigzag, positions as if contiguous",
     "positions are those of a contiguous split",
     CONTEXT,
-    "NVIDIA/Megatron-LM#1464",
     split=zigzag,
     positions=positions_of_rank,
 )
@@ -1052,7 +1050,6 @@ wrong(
     "CP, no exchange",
     "each rank sees its own keys only",
     CONTEXT,
-    "NVIDIA/TransformerEngine#1557",
     before=by_ring(blocks=alone),
 )
 wrong(
@@ -1247,7 +1244,6 @@ wrong(
     "CP, documents counted on each rank",
     "documents are counted anew on each rank: those of one number see each other",
     CONTEXT,
-    "ServiceNow/Fast-LLM#177",
     plan=plan_local_documents,
 )
 wrong(

@@ -259,7 +259,6 @@ wrong(
     "EP, gradients of experts doubled, Mixtral",
     "gradients of experts are twice as large as they should be",
     DATA,
-    "NVIDIA/Megatron-LM#779",
     kind="mixtral",
     sync=experts_twice,
 )

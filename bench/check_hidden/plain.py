@@ -747,7 +747,6 @@ wrong(
     "last document dropped",
     "the last document is not trained on (drop_last)",
     PADDED,
-    "meta-pytorch/torchtune#1390",
     rows=last_dropped,
 )
 wrong("third document twice", "the third document is there twice", PADDED, rows=third_twice)
@@ -1486,7 +1485,6 @@ wrong(
     "hand-over between layers detached",
     "no gradient comes back to the first layer: its output is detached",
     PADDED,
-    "huggingface/picotron#5",
     prepare=hooked(first_layer, detached),
 )
 wrong(
