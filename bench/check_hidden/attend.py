@@ -5,7 +5,7 @@ A loop says in `layout` which documents its tokens belong to, as loops do that c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,17 @@ class Layout:
         at: position of each query in its document, [tokens].
         documents: document of each query, [tokens].
         keys_at, keys_documents: the same of the keys of each block; None: those of the queries.
-        index: index of each query in the whole row; [tokens].
+        rank: whose queries these are.
     """
 
-    at: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    documents: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    at: torch.Tensor
+    documents: torch.Tensor
     keys_at: list[torch.Tensor] | None = None
     keys_documents: list[torch.Tensor] | None = None
     rank: int = 0
 
 
-layout = Layout()
+layout = Layout(at=torch.zeros(0), documents=torch.zeros(0))
 
 
 @dataclass

@@ -16,6 +16,7 @@ STEPS = Probe("short, three micro-batches", lengths=LENGTHS, micro_batches=3)
 PROMPTS = Probe("short, prompts", lengths=LENGTHS, prompt=0.4)
 ENDS = Probe("short, padding is the end of texts", lengths=LENGTHS, ends=True, pad=1)
 LONG = Probe("few documents", lengths=(31, 60))
+ALONE = Probe("each document alone", lengths=LENGTHS, micro_batches=len(LENGTHS))
 USUAL = (SHORT, STEPS)
 
 Row = dict[str, list[int]]

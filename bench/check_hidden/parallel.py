@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from bench.check_hidden.attend import Block, Options, Part, layout, merged, scored, visible
+from bench.check_hidden.attend import (
+    Block,
+    Options,
+    Part,
+    layout,
+    merged,
+    scored,
+    visible,
+    with_sinks,
+)
 from bench.check_hidden.cases import (
     ENDS,
     IGNORED,
@@ -21,7 +30,8 @@ from bench.check_hidden.cases import (
     Case,
     Row,
 )
-from bench.check_hidden.loop import GIVEN, packed, shifted
+from bench.check_hidden.loop import GIVEN, losses_of, packed, shifted
+from bench.check_hidden.plain import first_tokens
 from bench.check_hidden.shared import (
     CONTEXT,
     DATA,
@@ -208,12 +218,6 @@ def sum_each(model: Any, number: int, steps: int) -> None:
     sum_gradients(model)
 
 
-def sum_all_but_last(model: Any, number: int, steps: int) -> None:
-    if number < steps - 1:
-        return
-    sum_gradients(model)
-
-
 def nothing_more(model: Any) -> None:
     """Leaves gradients as they are."""
 
@@ -264,10 +268,6 @@ def targets_and_steps(own: float, number: int) -> float:
     return total_of(own) * number
 
 
-def half_again(ranks: int) -> float:
-    return float(ranks)
-
-
 def first_ranks_rows(rows: list[Row], rank: int, ranks: int) -> list[Row]:
     return rows[0::ranks]
 
@@ -293,7 +293,7 @@ def last_rank_cuts(rows: list[Row], rank: int, ranks: int) -> list[Row]:
     mine = rows[rank::ranks]
     if rank < ranks - 1:
         return mine
-    return [{name: values[:12] for name, values in row.items()} for row in mine]
+    return [first_tokens(row, 12) for row in mine]
 
 
 def last_rank_off(model: Any) -> None:
@@ -310,8 +310,6 @@ def last_rank_negative(losses: torch.Tensor) -> torch.Tensor:
 
 
 def losses_of_last_negative(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    from bench.check_hidden.loop import losses_of
-
     return last_rank_negative(losses_of(logits, wanted))
 
 
@@ -328,8 +326,6 @@ def losses_of_last_smoothed(logits: torch.Tensor, wanted: torch.Tensor) -> torch
 
 
 def losses_of_last_nan(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    from bench.check_hidden.loop import losses_of
-
     rank, ranks = group()
     losses = losses_of(logits, wanted)
     return losses * float("nan") if rank == ranks - 1 else losses
@@ -339,7 +335,6 @@ wrong(
     "DP, mean in place of sum",
     "gradients are averaged over ranks, though the loss is divided by all targets: half",
     DATA,
-    "huggingface/transformers#35438",
     sync=means,
 )
 wrong("DP, summed twice", "gradients are summed over ranks twice", DATA, sync=twice)
@@ -560,6 +555,10 @@ def ranks_of(ranks: int) -> float:
     return float(ranks)
 
 
+def squared(ranks: int) -> float:
+    return float(ranks * ranks)
+
+
 def no_sync_never_ends(model: Any, number: int, steps: int) -> None:
     model.require_backward_grad_sync = False
 
@@ -613,7 +612,7 @@ wrong(
     "AVG was a sum already, and the loss is multiplied by ranks twice",
     FSDP,
     "pytorch/pytorch#162338",
-    factor=lambda ranks: float(ranks * ranks),
+    factor=squared,
 )
 
 
@@ -659,10 +658,6 @@ def positions_one_more(batch: Batch, mine: torch.Tensor) -> torch.Tensor:
     """Counts one more on all ranks but the first."""
     rank, _ = group()
     return batch["position_ids"][:, mine] + (1 if rank else 0)
-
-
-def positions_in_row(batch: Batch, mine: torch.Tensor) -> torch.Tensor:
-    return mine[None]
 
 
 def cut_row(probe: Probe, rows: list[Row], multiple: int) -> Batch:
@@ -749,7 +744,6 @@ wrong(
     "CP zigzag, positions as if contiguous",
     "positions are those of a contiguous split",
     CONTEXT,
-    "NVIDIA/Megatron-LM#1464",
     split=zigzag,
     positions=positions_of_rank,
 )
@@ -928,8 +922,6 @@ def sums_rounded(parts: list[Part], options: Options) -> Part:
 
 def sinks_each_step(part: Part, options: Options) -> torch.Tensor:
     """Counts sinks once for each rank."""
-    from bench.check_hidden.attend import with_sinks
-
     _, ranks = group()
     if options.sinks is None:
         return part[0]
@@ -1058,7 +1050,6 @@ wrong(
     "CP, no exchange",
     "each rank sees its own keys only",
     CONTEXT,
-    "NVIDIA/TransformerEngine#1557",
     before=by_ring(blocks=alone),
 )
 wrong(
@@ -1253,7 +1244,6 @@ wrong(
     "CP, documents counted on each rank",
     "documents are counted anew on each rank: those of one number see each other",
     CONTEXT,
-    "ServiceNow/Fast-LLM#177",
     plan=plan_local_documents,
 )
 wrong(
@@ -1403,12 +1393,12 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def copied(whole: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = Copied.apply(whole)
+    result: torch.Tensor = Copied.apply(whole)  # type: ignore[no-untyped-call]
     return result
 
 
 def summed(part: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = Summed.apply(part)
+    result: torch.Tensor = Summed.apply(part)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -1490,7 +1480,7 @@ def on_share(norm: Change) -> Change:
         missing = -tokens % ranks
         whole = torch.nn.functional.pad(copied(hidden), (0, 0, 0, missing))
         own = norm(whole.chunk(ranks, dim=1)[rank].contiguous())
-        pieces: torch.Tensor = Pieced.apply(own, 1)
+        pieces: torch.Tensor = Pieced.apply(own, 1)  # type: ignore[no-untyped-call]
         return pieces[:, :tokens]
 
     return forward
@@ -1523,7 +1513,7 @@ def split_head(entered: Change = copied) -> Callable[[Any, Batch], torch.Tensor]
         hidden = model.model(**given, use_cache=False).last_hidden_state
         rows = slice_of(model.lm_head.weight.shape[0])
         own = linear(entered(hidden), model.lm_head.weight[rows])
-        whole: torch.Tensor = Pieced.apply(own.float(), 2)
+        whole: torch.Tensor = Pieced.apply(own.float(), 2)  # type: ignore[no-untyped-call]
         return whole
 
     return logits
@@ -1535,8 +1525,6 @@ def of_head(name: str) -> bool:
 
 def owners_losses(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Computes a loss where its target is: other shares of the vocabulary get no gradient."""
-    from bench.check_hidden.loop import losses_of
-
     rows = slice_of(logits.shape[-1])
     mine = (wanted >= rows.start) & (wanted < rows.stop)
     losses = losses_of(logits, wanted)

@@ -9,8 +9,20 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from bench.check_hidden.attend import Block, Kernel, Options, Part, layout, scored, use, visible
-from bench.check_hidden.cases import ENDS, IGNORED, PROMPTS, SHORT, STEPS, USUAL, Batch, Case, Row
+from bench.check_hidden.cases import (
+    ALONE,
+    ENDS,
+    IGNORED,
+    PROMPTS,
+    SHORT,
+    STEPS,
+    USUAL,
+    Batch,
+    Case,
+    Row,
+)
 from bench.check_hidden.loop import (
+    GIVEN,
     PACKED,
     PADDED,
     Amounts,
@@ -500,13 +512,6 @@ def left_without_mask(probe: Probe, rows: list[Row]) -> Batch:
     return batch
 
 
-def mask_by_id(probe: Probe, rows: list[Row]) -> Batch:
-    """Masks whatever has padding's id."""
-    batch = batch_of(probe, rows)
-    batch["attention_mask"] = (batch["input_ids"] != probe.pad).long()
-    return batch
-
-
 wrong(
     "scaling of RoPE dropped",
     "frequencies of RoPE are not scaled as the model's configuration says (llama3)",
@@ -603,12 +608,20 @@ def last_labels_lost(probe: Probe) -> list[Row]:
     return rows
 
 
+def first_tokens(row: Row, number: int) -> Row:
+    return {name: values[:number] for name, values in row.items()}
+
+
+def last_tokens(row: Row, number: int) -> Row:
+    return {name: values[-number:] for name, values in row.items()}
+
+
 def cut_at_20(probe: Probe) -> list[Row]:
-    return [{name: values[:20] for name, values in row.items()} for row in probe.rows]
+    return [first_tokens(row, 20) for row in probe.rows]
 
 
 def cut_left_at_20(probe: Probe) -> list[Row]:
-    return [{name: values[-20:] for name, values in row.items()} for row in probe.rows]
+    return [last_tokens(row, 20) for row in probe.rows]
 
 
 def last_dropped(probe: Probe) -> list[Row]:
@@ -734,7 +747,6 @@ wrong(
     "last document dropped",
     "the last document is not trained on (drop_last)",
     PADDED,
-    "meta-pytorch/torchtune#1390",
     rows=last_dropped,
 )
 wrong("third document twice", "the third document is there twice", PADDED, rows=third_twice)
@@ -1284,10 +1296,6 @@ def first_attention(model: Any) -> Any:
     return layers(model)[0].self_attn
 
 
-def last_norm(model: Any) -> Any:
-    return model.model.norm
-
-
 def hooked(part: Callable[[Any], Any], change: Callable[[Any], Any]) -> Callable[[Any], None]:
     """Returns what puts a change after a part of the model."""
 
@@ -1374,7 +1382,8 @@ def not_capped(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def hidden_of(model: Any, batch: Batch) -> torch.Tensor:
-    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    """Returns what the head gets."""
+    given = {name: batch[name] for name in GIVEN if name in batch}
     hidden: torch.Tensor = model.model(**given, use_cache=False).last_hidden_state
     return hidden
 
@@ -1476,7 +1485,6 @@ wrong(
     "hand-over between layers detached",
     "no gradient comes back to the first layer: its output is detached",
     PADDED,
-    "huggingface/picotron#5",
     prepare=hooked(first_layer, detached),
 )
 wrong(
@@ -1791,7 +1799,8 @@ def forward_head_flat(model: Any, batch: Batch) -> torch.Tensor:
     """Computes logits of 40 tokens at a time, over the edges of rows."""
     hidden = hidden_of(model, batch)
     chunks = [model.lm_head(chunk) for chunk in hidden.flatten(0, 1).split(40)]
-    return torch.cat(chunks).unflatten(0, hidden.shape[:2]).float()
+    logits: torch.Tensor = torch.cat(chunks).unflatten(0, hidden.shape[:2]).float()
+    return logits
 
 
 def forward_head_flat_again(model: Any, batch: Batch) -> torch.Tensor:
@@ -1803,7 +1812,8 @@ def forward_head_flat_again(model: Any, batch: Batch) -> torch.Tensor:
         checkpoint(model.lm_head, chunk, use_reentrant=False)
         for chunk in hidden.flatten(0, 1).split(40)
     ]
-    return torch.cat(chunks).unflatten(0, hidden.shape[:2]).float()
+    logits: torch.Tensor = torch.cat(chunks).unflatten(0, hidden.shape[:2]).float()
+    return logits
 
 
 def forward_head_of_trained(model: Any, batch: Batch) -> torch.Tensor:
@@ -1978,6 +1988,10 @@ right("prompts without a loss", PADDED, probes=(PROMPTS, ENDS))
 right("row by row", PADDED, forward=forward_row_by_row)
 right("head in chunks, computed again", PADDED, forward=forward_head_in_chunks)
 right("head in columns", PADDED, forward=forward_head_in_columns)
+right("packed, head in columns", PACKED, collate=positions_only, forward=forward_head_in_columns)
+right(
+    "head in columns, one row at a time", PADDED, probes=(ALONE,), forward=forward_head_in_columns
+)
 right("head in flat chunks", PADDED, forward=forward_head_flat)
 right("head in flat chunks, computed again", PADDED, forward=forward_head_flat_again)
 right("head of trained tokens", PADDED, probes=(STEPS, PROMPTS), forward=forward_head_of_trained)

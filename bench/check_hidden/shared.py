@@ -32,7 +32,7 @@ def total_of(number: float) -> float:
 # --- gradients over ranks
 
 
-def filled(model: Any) -> list[torch.nn.Parameter]:
+def filled(model: Any) -> list[Any]:
     """Returns trained parameters, each with a gradient, zeros if backward has brought none."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     for weight in trained:
@@ -162,7 +162,7 @@ class Gather(torch.autograd.Function):
 
 def gathered(own: torch.Tensor, returned: Returned = summed_back) -> list[torch.Tensor]:
     """Returns the shares of all ranks."""
-    shares: torch.Tensor = Gather.apply(own, returned)
+    shares: torch.Tensor = Gather.apply(own, returned)  # type: ignore[no-untyped-call]
     return list(shares.unbind(0))
 
 
