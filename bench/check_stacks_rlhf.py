@@ -42,6 +42,11 @@ def batches(probe: Probe, rank: int, ranks: int) -> Iterator[Batch]:
         yield padded(probe, numbers[rank::ranks])
 
 
+def counted(batch: Batch) -> torch.Tensor:
+    """Returns the mask of the loss, as `SFTTrainer.fit` shifts it."""
+    return batch[2][:, :-1]
+
+
 def openrlhf(*, packing: bool, ring: bool = False) -> Make:
     """A step as `SFTTrainer.fit` makes one: `packing_samples`, and `ring_attn_size` of all ranks."""
 
@@ -68,9 +73,8 @@ def openrlhf(*, packing: bool, ring: bool = False) -> Make:
         strategy = SimpleNamespace(ds_device_mesh=alone)
         objective = SFTLoss()
         with record(model) as seen:
-            for batch, numbers in iter_grad_accum_global_norm(
-                window, strategy, len(window), lambda batch: batch[2][:, :-1]
-            ):
+            normalized = iter_grad_accum_global_norm(window, strategy, len(window), counted)
+            for batch, numbers in normalized:
                 ids, mask, counts = batch
                 log_probs, _ = actor(
                     ids,

@@ -4,6 +4,7 @@ with the stand-in of extras/flash_attn_cpu.
 FSDP, which takes the mean of gradients over ranks, is a line here.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -87,10 +88,8 @@ def verl(*, ulysses: bool = False, kind: str = "llama", **sizes: Any) -> Make:
         engine = engine_of(model, everyone if ulysses else 1)
         current = patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
         with current, record(model) as seen:
-            engine.forward_backward_batch(
-                data_of(probe, mine),
-                lambda **given: sft_loss(None, **given),
-            )
+            objective = partial(sft_loss, None)  # it reads no settings
+            engine.forward_backward_batch(data_of(probe, mine), objective)
             add_up_over(model.parameters(), 1 / everyone)
             if not ulysses:
                 return seen.step()
