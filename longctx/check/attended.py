@@ -119,8 +119,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     some."""
     if sinks is None:
         return torch.softmax(scores, -1)
-    column = sinks.to(scores)[:, None, None].expand(*scores.shape[-3:-1], 1)
-    column = column.expand(*scores.shape[:-1], 1)
+    column = torch.zeros_like(scores[..., :1]) + sinks.to(scores)[:, None, None]
     return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
 
 

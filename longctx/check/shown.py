@@ -243,8 +243,9 @@ class Seen:
     def documents_off(self) -> set[int]:
         """Returns the documents with a token whose hidden state no right context has."""
         right = [each for each in self._candidates if each.name == APART]
-        held = set[int]().union(*(self._places[each.sequences].keys() for each in right))
-        off = self._real - held
+        off = set(self._real)
+        for context in right:
+            off -= self._places[context.sequences].keys()
         return {self._probe.document[self.tokens[index].number] for index in off}
 
     def alike(self) -> list[str]:
@@ -320,19 +321,17 @@ def _tokens(record: Record, looked: list[Looked]) -> list[Token]:
     for rank, shown in enumerate(looked):
         rows = [row for row in record.calls if row.rank == rank]
         places = [(number, row.call) for row in rows for number in row.numbers]
-        each = zip(places, shown.targets, shown.weights, shown.left, shown.chances, strict=True)
-        for (number, call), target, weight, left, chance in each:
-            found.append(
-                Token(
-                    number,
-                    rank,
-                    call=call,
-                    target=target,
-                    weight=weight,
-                    left=left,
-                    chance=chance,
-                )
+        for at, (number, call) in enumerate(places):
+            token = Token(
+                number,
+                rank,
+                call=call,
+                target=shown.targets[at],
+                weight=shown.weights[at],
+                left=shown.left[at],
+                chance=shown.chances[at],
             )
+            found.append(token)
     return found
 
 

@@ -155,7 +155,8 @@ def _rotary(modules: list[Any], config: Any) -> Iterator[Variant]:
             not torch.equal(each.value, getattr(each.owner, each.name)) for each in settings
         )
         words = f"RoPE has a theta of {theta:,.0f} and no scaling"
-        yield Variant(ROTARY, words, [*settings, *factors] if changed or factors else [])
+        if changed or factors:
+            yield Variant(ROTARY, words, settings + factors)
 
 
 def _as_bfloat16(value: torch.Tensor) -> torch.Tensor:

@@ -405,10 +405,10 @@ def findings(facts: Facts) -> Iterator[Finding]:
             UNEXPLAINED, "no token of the probe that should be predicted was in a call of the model"
         )
         return
-    yield from _apart(record)
     if record.weights_apart:
         yield Finding(OTHER_WEIGHTS, _suffixes(record.weights_apart))
         return
+    yield from _apart(record)
     if record.changed_at:
         calls = 1 + max(row.call for row in record.calls)
         yield Finding(WEIGHTS_CHANGED, f"before call {record.changed_at} of 0 to {calls - 1}")
@@ -674,9 +674,9 @@ def _chunk(facts: Facts) -> int:
         for at, number in enumerate(row.numbers):
             column.setdefault(number, at)
     for chunk in range(2, 1 + max(column.values(), default=0)):
-        groups = defaultdict[tuple[int, ...], list[float]](list)
+        groups = defaultdict[tuple[tuple[int, ...], int], list[float]](list)
         for (number, _), weight in facts.kept.items():
-            groups[*facts.call(number), column[number] // chunk].append(weight)
+            groups[facts.call(number), column[number] // chunk].append(weight)
         several = list(groups.values())
         if len(several) > 1 and all(map(facts.even, several)) and facts.even(map(sum, several)):
             return chunk
@@ -926,6 +926,8 @@ def _right_weights(facts: Facts) -> dict[Prediction, float]:
 def picture(facts: Facts) -> list[str]:
     """Returns a line for each document with a wrong weight; of its targets `.` are right, `0` lost,
     `+` and `-` off."""
+    if facts.record.weights_apart or facts.record.changed_at:
+        return []
     if not facts.fit.exact or not (
         facts.lost or facts.extra or (facts.kept and not facts.even(facts.kept.values()))
     ):

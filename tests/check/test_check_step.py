@@ -24,7 +24,7 @@ from longctx.check import (
 from longctx.check.contexts import ROW_RESTARTED, contexts
 from longctx.check.github import annotations
 from longctx.check.probe import Tokens
-from longctx.check.record import gather
+from longctx.check.record import Row, _with_ends, gather
 from longctx.check.reference import Reference
 from longctx.check.shown import fit_shown
 from longctx.check.tolerances import FLOAT32
@@ -40,6 +40,7 @@ from longctx.check.verdict import (
     NOT_FINITE,
     OBJECTIVE_OTHER,
     OF_OTHERS,
+    OTHER_WEIGHTS,
     SCALE,
     kinds,
 )
@@ -622,3 +623,96 @@ def test_a_step_without_gradients_is_refused() -> None:
         CheckError, match="no parameter has a gradient: was the step read after zero_grad"
     ):
         check_step(make, [SHORT])
+
+
+def of_columns(probe: Probe, *, columns: int) -> Step:
+    """A right step on two documents a call, whose output layer runs on some columns at a time."""
+    model = probe.model()
+    rows = [row["input_ids"] for row in probe.rows]
+    targets = sum(len(row) - 1 for row in rows)
+    with record(model) as seen:
+        for first in range(0, len(rows), 2):
+            some = rows[first : first + 2]
+            width = max(map(len, some))
+            ids = torch.tensor([[*row, *[probe.pad] * (width - len(row))] for row in some])
+            mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in some])
+            labels = torch.full_like(ids, -100)
+            for at, row in enumerate(some):
+                labels[at, : len(row) - 1] = torch.tensor(row[1:])
+            hidden = model.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+            loss = torch.zeros(())
+            for part, own in zip(hidden.split(columns, 1), labels.split(columns, 1), strict=True):
+                logits = model.lm_head(part)
+                loss = loss + torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), own.flatten(), reduction="sum"
+                )
+            (loss / targets).backward()
+        return seen.step()
+
+
+@pytest.mark.parametrize("columns", [3, 100])
+def test_an_output_layer_on_columns_of_rows_is_right(columns: int) -> None:
+    """Its tokens are not in the order of the calls' ids."""
+    (verdict,) = check_step(partial(of_columns, columns=columns), [SHORT]).verdicts
+    assert [str(finding) for finding in verdict.findings] == []
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.001, "× 1.001"), (0.9998, "× 0.9998")])
+def test_a_small_factor_is_told(factor: float, said: str) -> None:
+    def objective(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        return factor * torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+
+    (finding,) = check_step(partial(by_hand, objective=objective), [SHORT]).verdicts[0].findings
+    assert str(finding) == f"{SCALE}: {said}"
+
+
+def test_signs_of_gradients_are_no_scale() -> None:
+    def spoil(model: Any) -> None:
+        for weight in model.parameters():
+            weight.grad.sign_()
+
+    findings = check_step(partial(by_hand, spoil=spoil), [SHORT]).verdicts[0].findings
+    assert [finding.kind for finding in findings] == [CHANGED]
+
+
+def on_own_weights() -> list[str]:
+    """On each rank: what is said of ranks that drew their own weights."""
+    as_rank()
+
+    def make(probe: Probe) -> Step:
+        def draw(model: Any) -> None:
+            with torch.no_grad():
+                model.lm_head.weight.add_(float(torch.distributed.get_rank()))
+
+        model = probe.model()
+        draw(model)
+        with record(model) as seen:
+            for row in probe.rows:
+                ids = torch.tensor([row["input_ids"]])
+                model(ids, use_cache=False).logits.sum().backward()
+            return seen.step()
+
+    return check_step(make, [SHORT]).lines()
+
+
+def test_ranks_that_begin_with_other_weights_are_told(workers: Workers) -> None:
+    for lines in workers.run(on_own_weights, 2):
+        assert lines[0] == f"{SHORT.name}: {OTHER_WEIGHTS}: lm_head.weight"
+
+
+def test_ends_that_do_not_follow_their_document_are_known_by_position() -> None:
+    """As where each document is split in zigzag: not where two have one position."""
+    tokens = Tokens(Probe("ends", lengths=(4, 6, 6), ends=True))
+    first, second, third = (tokens.of(document) for document in range(3))
+
+    def row(numbers: list[int]) -> Row:
+        ids = [tokens.ids[number] for number in numbers]
+        positions = [tokens.place[number] for number in numbers]
+        return Row(ids, tokens.numbers(ids), rank=0, call=0, positions=positions)
+
+    split = row([first[0], first[3], second[0], second[1], second[5], third[0], third[5]])
+    others = row([first[1], first[2], *second[2:5], *third[1:5]])
+    rows = _with_ends([split, others], tokens)
+    assert rows[0].numbers[1] == first[3]
+    assert rows[0].numbers[4] == rows[0].numbers[6] == -1, "either could be the second's"
+    assert rows[1].numbers == others.numbers
