@@ -202,7 +202,7 @@ def of_heads(
     return solved.reshape(heads.returned.shape)
 
 
-ALONE = "sees"
+ALONE = "sees only"
 WITHOUT = "does not see"
 BESIDE = "also sees"
 WAYS = (WITHOUT, BESIDE, ALONE)

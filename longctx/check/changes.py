@@ -6,7 +6,7 @@ import torch
 
 ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Types to which numbers may have been rounded, in words."""
-FEWEST_ZEROS = 0.02
+FEWEST_ZEROS = 0.002
 """Share of elements that are 0 from which dropout is likelier than chance."""
 
 
@@ -17,7 +17,7 @@ def change_of_rows(found: torch.Tensor, right: torch.Tensor, *, limit: float) ->
         return "0"
     ratio = float((found * right).sum() / right.square().sum())
     if _same(found, ratio * right, limit):
-        return f"{ratio:.4g} times what it should be"
+        return f"{ratio:.6g} times what it should be"
     dtype = _rounded_to(found, right)
     if dtype:
         return f"rounded to {dtype}"
@@ -26,7 +26,7 @@ def change_of_rows(found: torch.Tensor, right: torch.Tensor, *, limit: float) ->
     if share > FEWEST_ZEROS:
         kept = right.masked_fill(zeros, 0.0)
         if change_of_sizes(found, kept, limit=limit):
-            return f"0 in {share:.0%} of its elements: dropout"
+            return f"0 in {100 * share:.2g} % of its elements: dropout"
     return ""
 
 
@@ -61,7 +61,7 @@ def change_of_gradient(
         return "none"
     ratio = float((found * right).sum()) / max(float(right.norm()) ** 2, 1e-300)
     if _same(found, ratio * right, limit):
-        return f"{ratio:.3g} times what it should be"
+        return f"{ratio:.5g} times what it should be"
     if found.dim() == 2 and found.shape[0] == found.shape[1] and _same(found, right.T, limit):
         return "transposed"
     for name, other in others.items():

@@ -57,11 +57,13 @@ def fit_shown(
     slopes = seen.slopes(factors)
     for factor in (1.0, 1 / record.ranks):
         usual = dict.fromkeys(factors, factor)
-        if after is None or slopes is None or usual == factors:
+        alone = len(record.gradients) == 1
+        if after is None or slopes is None or usual == factors or alone:
             continue
         # The output layer's gradient alone may be the one that is wrong.
         usual_slopes = seen.slopes(usual)
-        if _explained(record, reference, usual_slopes) > _explained(record, reference, slopes):
+        rightly = _explained(record, reference, slopes)
+        if not rightly or _explained(record, reference, usual_slopes) > rightly:
             factors = usual
             slopes = usual_slopes
             after = _left_of_output(record, reference, slopes)

@@ -20,7 +20,9 @@ ACTIVATION = "another activation function is computed"
 WINDOW = "sliding windows have another width"
 CAPS = "scores of attention are capped otherwise"
 WEIGHTS = "a part computes with other weights"
-KINDS = (EPSILON, ROTARY, ADAPTERS, EXPERTS, ACTIVATION, WINDOW, CAPS, WEIGHTS)
+MULTIPLIER = "a multiplier of the config is ignored"
+NO_NORM = "a norm is left out"
+KINDS = (EPSILON, ROTARY, ADAPTERS, EXPERTS, ACTIVATION, WINDOW, CAPS, WEIGHTS, MULTIPLIER, NO_NORM)
 
 EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 NAMES_OF_EPSILON = ("variance_epsilon", "eps", "epsilon")
@@ -69,7 +71,9 @@ def variants(reference: Reference, part: str) -> list[Variant]:
         *_activations(modules),
         *_windows(reference),
         *_caps(modules),
+        *_multipliers(modules),
         *_weights(reference.model, part),
+        *_without_norms(named, part),
     ]
     return [variant for variant in every if variant.settings]
 
@@ -84,6 +88,31 @@ def _epsilons(modules: list[Any]) -> Iterator[Variant]:
             and _number(module, name) not in (None, value)
         ]
         yield Variant(EPSILON, f"{value:g}", settings)
+
+
+def _multipliers(modules: list[Any]) -> Iterator[Variant]:
+    """Yields variants without a multiplier of the config, as Granite has."""
+    found = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("multiplier") and isinstance(value, float) and value != 1.0
+    }
+    for name in sorted(found):
+        holders = [module for module in modules if getattr(module, name, 1.0) != 1.0]
+        settings = [Setting(module, name, 1.0) for module in holders]
+        yield Variant(MULTIPLIER, f"{name} of {getattr(holders[0], name):g}", settings)
+
+
+def _without_norms(named: list[tuple[str, Any]], part: str) -> Iterator[Variant]:
+    """Yields variants without one of the norms inside a part."""
+    for name, module in named:
+        if name.startswith(f"{part}.") and "norm" in type(module).__name__.lower():
+            yield Variant(NO_NORM, name, [Setting(module, "forward", _identity)])
+
+
+def _identity(states: torch.Tensor) -> torch.Tensor:
+    return states
 
 
 def _weights(model: Any, name: str) -> Iterator[Variant]:

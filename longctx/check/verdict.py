@@ -651,6 +651,11 @@ def _by_groups(facts: Facts) -> Iterator[Finding]:
     if shown is not None and shown.focus:
         yield Finding(WEIGHTS, f"those of a focal loss, with γ = {shown.focus:.3g}")
         return
+    values = Counter(f"{weight:.4g}" for weight in facts.kept.values())
+    if len(values) <= 3:
+        counted = [f"{value} for {count} targets" for value, count in values.most_common()]
+        yield Finding(WEIGHTS, f"{', '.join(counted)}, times 1/N")
+        return
     yield Finding(WEIGHTS, f"from {least:.3g} to {most:.3g} times 1/N")
 
 
@@ -775,7 +780,7 @@ def _after(facts: Facts) -> Iterator[Finding]:
         for dtype, words in ROUNDED.items()
         if bool((found.float().to(dtype).double() == found).all())
     ]
-    details = f"{shown.after:.1e} of the output layer's does not come from backward"
+    details = f"{shown.after:.1e} of the output layer's is not what backward gave"
     if rounded:
         details += f"; it is rounded to {rounded[0]}"
     yield Finding(CHANGED, details)

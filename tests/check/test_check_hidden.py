@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.check_hidden import parallel, plain
+from bench.check_hidden import parallel, parallel_more, plain, plain_more
 from bench.check_hidden.cases import Case
 from longctx.check import check_step
 from longctx.check.attention import (
@@ -15,7 +15,17 @@ from longctx.check.attention import (
     SINKS,
 )
 from longctx.check.causes import PART_CHANGED, TOKENS_SWAPPED
-from longctx.check.variants import ADAPTERS, CAPS, EPSILON, EXPERTS, ROTARY, WEIGHTS, WINDOW
+from longctx.check.variants import (
+    ADAPTERS,
+    CAPS,
+    EPSILON,
+    EXPERTS,
+    MULTIPLIER,
+    NO_NORM,
+    ROTARY,
+    WEIGHTS,
+    WINDOW,
+)
 from longctx.check.verdict import (
     BACKWARD_WRONG,
     DECAY,
@@ -28,6 +38,7 @@ from tests.marks import slow_unless
 from tests.trainer_cases import as_rank
 from tests.workers import Workers
 
+MORE = (plain_more, parallel_more)  # which add to the cases of the others
 OF_WEIGHTS = "weights of predictions differ"
 ONE: dict[str, tuple[str, str]] = {
     "LoRA off in one part": (ADAPTERS, "that of q_proj is left out"),
@@ -44,14 +55,16 @@ ONE: dict[str, tuple[str, str]] = {
     "gradient of an absent id": (BACKWARD_WRONG, "another in 1 of 128 rows, first in row 120"),
     "hand-over between layers rounded": (PART_CHANGED, "rounded to bfloat16"),
     "hidden states rolled": (TOKENS_SWAPPED, "each has that of the one before it"),
-    "key heads tiled": (HEADS, "keys of heads 0, 2, 0, 2 and values of heads 0, 2, 0, 2 are at"),
+    "keys not normed, Qwen 3": (NO_NORM, "model.layers.0.self_attn.k_norm"),
+    "factor of residuals ignored, Granite": (MULTIPLIER, "residual_multiplier of 0.5"),
+    "key heads tiled": (HEADS, "keys of heads 0, 2, 0, 3 and values of heads 0, 2, 0, 3 are at"),
     "norms with another epsilon": (EPSILON, "0.001"),
     "one expert in place of two, Mixtral": (EXPERTS, "1 for each token"),
     "one token is NaN": (NOT_FINITE, "first in the input of model.layers.1"),
     "optimizer steps after each micro-batch": (WEIGHTS_CHANGED, "before call"),
     "packed, max_seqlen too small": (KEYS, "keys from token 24 of a document on are hidden"),
     "packed, one head looks ahead": (KEYS, "they see all later ones of their document, in head 3"),
-    "packed, one key of the row lost": (KEYS, "token 8 of document 2 does not see token 7 of"),
+    "packed, one key of the row lost": (KEYS, "does not see token 4 of document 6"),
     "packed, token does not see itself": (KEYS, "they do not see their own key"),
     "penalty on logits": (OBJECTIVE_OTHER, "squares of logits"),
     "query projection transposed": (BACKWARD_WRONG, "in layer 0: transposed"),
@@ -80,7 +93,7 @@ QUICK += ("softmax has a one too much", "dropout by hand", "one token is NaN", "
 
 
 def case_of(name: str, cases: list[Case]) -> Case:
-    return next(case for case in cases if case.name == name)
+    return next(each for each in cases if each.name == name)
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, ONE))

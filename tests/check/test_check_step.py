@@ -489,7 +489,7 @@ def decayed(model: Any) -> None:
     [
         (partial(rounded, torch.bfloat16), "; it is rounded to bfloat16"),
         (partial(rounded, torch.float16), "; it is rounded to float16"),
-        (decayed, "of the output layer's does not come from backward"),
+        (decayed, "of the output layer's is not what backward gave"),
     ],
 )
 def test_gradients_that_change_after_backward_are_named(
@@ -716,3 +716,25 @@ def test_ends_that_do_not_follow_their_document_are_known_by_position() -> None:
     assert rows[0].numbers[1] == first[3]
     assert rows[0].numbers[4] == rows[0].numbers[6] == -1, "either could be the second's"
     assert rows[1].numbers == others.numbers
+
+
+def test_a_factor_is_told_where_only_the_output_layer_is_trained() -> None:
+    """No other gradient says whether it is the loss's."""
+
+    def objective(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        return 2 * torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+
+    def make(probe: Probe, **more: Any) -> Step:
+        model = probe.model()
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(name == "lm_head.weight")
+        with record(model) as seen:
+            targets = sum(len(ids) - 1 for ids in probe.documents)
+            for ids in probe.documents:
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+                loss = more["objective"](logits, torch.tensor(ids[1:], dtype=torch.int64), "sum")
+                (loss / targets).backward()
+            return seen.step()
+
+    (finding,) = check_step(partial(make, objective=objective), [SHORT]).verdicts[0].findings
+    assert str(finding) == f"{SCALE}: × 2"
