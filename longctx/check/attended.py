@@ -342,7 +342,9 @@ def of_parts(
         likely = torch.softmax(masked, 1)
         outputs.append(torch.einsum("hk,khd->hd", likely, heads.values))
         sums.append(masked.logsumexp(1))
-    return torch.stack(outputs), torch.stack(sums).softmax(0)
+    if heads.sinks is not None:
+        sums.append(heads.sinks.double())
+    return torch.stack(outputs), torch.stack(sums).softmax(0)[: len(outputs)]
 
 
 def with_added(heads: Heads, seen: torch.Tensor) -> torch.Tensor:

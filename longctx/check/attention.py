@@ -155,11 +155,13 @@ class Attention:
             left = float(((basis @ solved)[:, :, 0] - wanted).norm() / wanted.norm())
             if not left <= self.limit:
                 return None
-            if not example:
+            if not example and len(outputs) > 1:
+                weights = solved[:, :, 0]
+                head = int((weights - rightly.T).abs().amax(1).argmax())
                 place = place_of(self.heads.numbers[index], self.tokens)
-                found = ", ".join(f"{float(each):.3g}" for each in solved[0, :, 0])
-                right = ", ".join(f"{float(each):.3g}" for each in rightly[:, 0])
-                example = f"{found} in place of {right} in head 0 of {place}"
+                found = ", ".join(f"{float(each):.4g}" for each in weights[head])
+                right = ", ".join(f"{float(each):.4g}" for each in rightly[:, head])
+                example = f"{found} in place of {right} in head {head} of {place}"
         return self._said(MERGED, example)
 
     def _distances(self) -> Cause | None:

@@ -521,8 +521,8 @@ def _rows(
 
 
 def _mean(of_ranks: Sequence[Tensors]) -> tuple[Tensors, dict[str, float]]:
-    """Returns the mean gradients of ranks, and how far those that differ are apart, relative to the
-    mean."""
+    """Returns the mean gradients of ranks, and how far those that differ are from the first rank's,
+    relative to the mean."""
     mean = Tensors()
     apart = dict[str, float]()
     for name in dict.fromkeys(name for gradients in of_ranks for name in gradients):
@@ -530,9 +530,8 @@ def _mean(of_ranks: Sequence[Tensors]) -> tuple[Tensors, dict[str, float]]:
         mean[name] = torch.stack([each for each in found if each is not None]).sum(0) / len(found)
         if not mean[name].isfinite().all():  # which the verdict says of the mean
             continue
-        most = largest(
-            float((mean[name] if each is None else each - mean[name]).norm()) for each in found
-        )
+        given = [torch.zeros_like(mean[name]) if each is None else each for each in found]
+        most = largest(float((each - given[0]).norm()) for each in given)
         if not most <= 1e-5 * float(mean[name].norm()):
             apart[name] = most / max(float(mean[name].norm()), 1e-30)
     return mean, apart

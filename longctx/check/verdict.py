@@ -338,6 +338,7 @@ def kinds() -> list[str]:
         ROUTERS,
         CHANGED,
         BACKWARD_WRONG,
+        KEYS_WITHOUT_GRADIENT,
         LOGGED_LOSS,
         LOGGED_NORM,
     )
@@ -780,7 +781,7 @@ def _after(facts: Facts) -> Iterator[Finding]:
         for dtype, words in ROUNDED.items()
         if bool((found.float().to(dtype).double() == found).all())
     ]
-    details = f"{shown.after:.1e} of the output layer's is not what backward gave"
+    details = f"the output layer's differs by {shown.after:.1e} of it from what backward gave"
     if rounded:
         details += f"; it is rounded to {rounded[0]}"
     yield Finding(CHANGED, details)

@@ -489,7 +489,7 @@ def decayed(model: Any) -> None:
     [
         (partial(rounded, torch.bfloat16), "; it is rounded to bfloat16"),
         (partial(rounded, torch.float16), "; it is rounded to float16"),
-        (decayed, "of the output layer's is not what backward gave"),
+        (decayed, " of it from what backward gave"),
     ],
 )
 def test_gradients_that_change_after_backward_are_named(
