@@ -18,6 +18,7 @@ from .attended import (
     with_scores,
     with_slope,
 )
+from .changes import CLEARLY
 from .objectives import nearest
 from .off import Cause, FirstOff
 from .probe import Tokens
@@ -57,15 +58,18 @@ class Attention:
         self.heads = heads
         self.returned = returned
         self.tokens = tokens
-        self.limit = 10 * off.limit  # what heads returned is solved for
         self.wrong = torch.tensor(off.wrong)
+        # What heads returned is solved for, which rounds; and a cause has to leave clearly less
+        # than what is right does.
+        self.limit = 10 * off.limit
+        self.limit = min(self.limit, CLEARLY * self._apart(heads.returned))
         self.rank = torch.tensor([ranks[number] for number in heads.numbers])
         numbers = torch.tensor(heads.numbers)
         documents = torch.tensor([tokens.document[number] for number in heads.numbers])
         self.seen = (numbers[:, None] >= numbers) & (documents[:, None] == documents)
         as_it_is = with_scores(heads, self.seen, 1.0, heads.sinks)
         apart = float((as_it_is - heads.returned).norm())
-        if window is not None and not apart <= self.limit * float(heads.returned.norm()):
+        if window is not None and not apart <= off.limit * float(heads.returned.norm()):
             self.seen &= numbers[:, None] - numbers < window
 
     def cause(self) -> Cause | None:
@@ -94,6 +98,8 @@ class Attention:
         """Tells scores that are multiplied, or another denominator."""
         zeros = torch.zeros(self.heads.queries.shape[1], dtype=torch.float64)
         for words, sinks in (("ignored", None), ("one too many", zeros)):
+            if sinks is None and self.heads.sinks is None:
+                continue
             if self._apart(with_scores(self.heads, self.seen, 1.0, sinks)) <= self.limit:
                 return self._said(SINKS, words)
         added = with_added(self.heads, self.seen)

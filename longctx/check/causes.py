@@ -8,7 +8,7 @@ import torch
 from .attended import heads_of, of_heads
 from .attention import KINDS as KINDS_OF_ATTENTION
 from .attention import Attention
-from .changes import change_of_order, change_of_rows, change_of_sizes
+from .changes import CLEARLY, change_of_order, change_of_rows, change_of_sizes
 from .looked import INPUT, OUTPUT
 from .off import Cause, FirstOff
 from .probe import Tokens
@@ -64,8 +64,9 @@ def _by_share(off: FirstOff, tokens: Tokens, reference: Reference) -> Cause | No
             continue
         added = off.rows(torch.cat([each[part] for each in rightly]))[wrong].double()
         times = float((lacking * added).sum() / added.square().sum())
-        apart = (lacking - times * added).norm()
-        if float(apart) <= 10 * off.limit * float(off.right[wrong].norm()):
+        apart = float((lacking - times * added).norm())
+        near = apart <= 10 * off.limit * float(off.right[wrong].norm())
+        if near and apart <= CLEARLY * float(lacking.norm()):
             words = f"the {part} is added {1 + times:.4g} times"
             return Cause(PART_CHANGED, f"{words}: {off.in_words(tokens)}")
     return None
@@ -94,7 +95,7 @@ def _by_variant(off: FirstOff, tokens: Tokens, reference: Reference) -> Cause | 
     """Returns the variant of the model that is nearest to what the part returned, if it explains
     it."""
     found = None
-    least = off.limit
+    least = min(off.limit, CLEARLY * _largest_difference(off, reference))
     for variant in variants(reference, off.part.partition(" of ")[2]):
         with variant.done():
             apart = _largest_difference(off, reference)

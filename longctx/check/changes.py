@@ -6,6 +6,8 @@ import torch
 
 ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Types to which numbers may have been rounded, in words."""
+CLEARLY = 0.3
+"""Share of the difference from what is right that a cause has to leave at most."""
 FEWEST_ZEROS = 0.002
 """Share of elements that are 0 from which dropout is likelier than chance."""
 
@@ -16,7 +18,7 @@ def change_of_rows(found: torch.Tensor, right: torch.Tensor, *, limit: float) ->
     if not found.any():
         return "0"
     ratio = float((found * right).sum() / right.square().sum())
-    if _same(found, ratio * right, limit):
+    if explains(ratio * right, found, right, limit=limit):
         return f"{ratio:.6g} times what it should be"
     dtype = _rounded_to(found, right)
     if dtype:
@@ -25,7 +27,9 @@ def change_of_rows(found: torch.Tensor, right: torch.Tensor, *, limit: float) ->
     share = float(zeros.double().mean())
     if share > FEWEST_ZEROS:
         kept = right.masked_fill(zeros, 0.0)
-        if change_of_sizes(found, kept, limit=limit):
+        squares = kept.square().sum(1, keepdim=True).clamp_min(1e-300)
+        scaled = (found * kept).sum(1, keepdim=True) / squares * kept
+        if explains(scaled, found, right, limit=limit):
             return f"0 in {100 * share:.2g} % of its elements: dropout"
     return ""
 
@@ -35,7 +39,7 @@ def change_of_sizes(found: torch.Tensor, right: torch.Tensor, *, limit: float) -
     not."""
     squares = right.square().sum(1, keepdim=True).clamp_min(1e-300)
     sizes = (found * right).sum(1, keepdim=True) / squares
-    if len(found) > 1 and _same(found, sizes * right, limit):
+    if len(found) > 1 and explains(sizes * right, found, right, limit=limit):
         least = float(sizes.min())
         most = float(sizes.max())
         return f"multiplied by another number for each token, {least:.3g} to {most:.3g}"
@@ -88,6 +92,15 @@ def _few_elements(found: torch.Tensor, right: torch.Tensor, *, limit: float) -> 
     if 2 * columns < found.shape[1]:
         return f"another in {columns} of {found.shape[1]} columns"
     return ""
+
+
+def explains(
+    candidate: torch.Tensor, found: torch.Tensor, right: torch.Tensor, *, limit: float
+) -> bool:
+    """Returns whether a candidate is what was found, and the right tensor is clearly less so, as
+    where limits are wide."""
+    apart = float((found - candidate).norm())
+    return apart <= CLEARLY * float((found - right).norm()) and _same(found, candidate, limit)
 
 
 def _same(found: torch.Tensor, right: torch.Tensor, limit: float) -> bool:

@@ -56,7 +56,7 @@ class SeenKeys:
         if run.end - run.begin == 1:
             return begin
         last = place_of(self._numbers[run.end - 1], self._tokens)
-        return f"all from {begin} to {last}"
+        return f"the keys from {begin} to {last}"
 
     def _of_ranks(self) -> Iterator[str]:
         found = {index: (run.begin, run.end) for index, run in self._runs.items()}
