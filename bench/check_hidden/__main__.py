@@ -213,6 +213,37 @@ def group_of(name: str, whole: dict[str, Any]) -> tuple[str, str, str]:
     return case["side"], what, dtype
 
 
+def kinds(entry: dict[str, Any]) -> list[str]:
+    """Returns the kinds of findings that lines have, of all probes."""
+    findings = [
+        line for line in entry["lines"] if not line.startswith(("not tested", "    ", "refused"))
+    ]
+    return [line.split(": ")[1] for line in findings if ": " in line]
+
+
+def in_bfloat16() -> list[str]:
+    """Returns what bfloat16 makes of faults that float32 names, and of right set-ups."""
+    counts = Counter[str]()
+    whole = stored()
+    for name, case in whole.items():
+        coarse = whole.get(f"{name} [bfloat16]")
+        if coarse is None:
+            continue
+        before = reading(case)
+        found = kinds(coarse)
+        if coarse["lines"][0].startswith("refused"):
+            became = "refused"
+        elif set(found) == {"right"}:
+            became = "right"
+        elif before == "named" and kinds(case)[0] in found:
+            became = "the same kind"
+        else:
+            became = "another kind"
+        if before in ("named", "right"):
+            counts[f"{before} in float32: {became}"] += 1
+    return [f"- {what}: {count}" for what, count in sorted(counts.items())]
+
+
 def score() -> None:
     """Prints and writes how many cases have which verdict."""
     counts: dict[tuple[str, str, str], Counter[str]] = {}
@@ -239,6 +270,10 @@ def score() -> None:
             "check_hidden.json. Small faults change the gradient by less than 2 %, or only a log.",
             "",
             *lines,
+            "",
+            "In bfloat16 (plain ones; kinds of findings, not read):",
+            "",
+            *in_bfloat16(),
             "",
         ]
     )

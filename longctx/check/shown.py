@@ -55,21 +55,16 @@ def fit_shown(
     seen = Seen(record, looked, reference=reference, candidates=candidates)
     factors, after = _factors(seen.tokens, looked, record=record, reference=reference)
     slopes = seen.slopes(factors)
-    for factor in (1.0, 1 / record.ranks):
-        usual = dict.fromkeys(factors, factor)
-        alone = len(record.gradients) == 1
-        if after is None or slopes is None or usual == factors or alone:
-            continue
-        # The output layer's gradient alone may be the one that is wrong.
-        usual_slopes = seen.slopes(usual)
+    if after is not None and slopes is not None and len(record.gradients) > 1:
         rightly = _explained(record, reference, slopes)
         is_one = len(set(factors.values())) == 1 and after <= record.tolerances.after
-        if is_one and rightly:
-            continue
-        if not rightly or _explained(record, reference, usual_slopes) > rightly:
-            factors = usual
-            slopes = usual_slopes
-            after = _left_of_output(record, reference, slopes)
+        if not (is_one and rightly):
+            # The output layer's gradient alone may be the one that is wrong.
+            usual = _usual(seen, factors, record=record, reference=reference)
+            if not rightly or usual.explained > rightly:
+                factors = usual.factors
+                slopes = usual.slopes
+                after = usual.after
     weights, unknown = seen.weights(factors)
     if after is None:
         scaled = False
@@ -409,6 +404,35 @@ def _factors(
     return fits[0]
 
 
+class _Usual(NamedTuple):
+    """A usual factor between backward and the optimizer, of each rank's calls, with the slopes that
+    it leaves, how many parameters it explains, and what is left of the output layer's gradient."""
+
+    factors: dict[tuple[int, int], float]
+    slopes: dict[Sequence, torch.Tensor] | None
+    explained: int
+    after: float
+
+
+def _usual(
+    seen: Seen,
+    factors: dict[tuple[int, int], float],
+    *,
+    record: Record,
+    reference: Reference,
+) -> _Usual:
+    """Returns the factor of a sum or of a mean over ranks, whichever explains more parameters, or
+    leaves less of the output layer's gradient."""
+    found = list[_Usual]()
+    for factor in (1.0, 1 / record.ranks):
+        usual = dict.fromkeys(factors, factor)
+        slopes = seen.slopes(usual)
+        explained = _explained(record, reference, slopes)
+        after = _left_of_output(record, reference, slopes)
+        found.append(_Usual(usual, slopes, explained=explained, after=after))
+    return max(found, key=lambda each: (each.explained, -each.after))
+
+
 def _explained(
     record: Record, reference: Reference, slopes: dict[Sequence, torch.Tensor] | None
 ) -> int:
@@ -425,10 +449,11 @@ def _explained(
 
 def _left_of_output(
     record: Record, reference: Reference, slopes: dict[Sequence, torch.Tensor] | None
-) -> float | None:
-    """Returns what is left of the output layer's gradient, relative to it."""
+) -> float:
+    """Returns what is left of the output layer's gradient, relative to it; infinity where that is
+    not known."""
     if slopes is None or reference.output is None:
-        return None
+        return math.inf
     found = record.gradients[reference.output]
     expected = reference.gradients_of(slopes).of[reference.output]
     return float((found - expected).norm() / found.norm().clamp_min(1e-300))

@@ -28,6 +28,7 @@ from longctx.check.variants import (
 )
 from longctx.check.verdict import (
     BACKWARD_WRONG,
+    CHANGED,
     DECAY,
     NOT_FINITE,
     OBJECTIVE_OTHER,
@@ -82,6 +83,7 @@ TWO: dict[str, tuple[str, str]] = {
     "CP, no exchange in the second layer": (KEYS, "they see keys of their own rank alone"),
     "ring, keys rounded": (ROUNDED_KEYS, "to bfloat16"),
     "ring, last key lost": (KEYS, "token 11 of document 4 does not see token 10 of document 4"),
+    "DP, summed in bfloat16": (CHANGED, "differs by 2."),
     "ring, outputs added": (MERGED, "1, 1 in place of"),
     "Ulysses, other heads of values": (HEADS, "values of heads 2, 2, 0, 0 are at heads 0, 1, 2, 3"),
 }
