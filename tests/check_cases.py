@@ -566,7 +566,7 @@ ON_TWO: dict[str, tuple[Make, Probe, list[str]]] = {
         PLAIN,
         ["tokens are predicted from padding", OF_OTHERS],
     ),
-    "the same data on all ranks": (everything, PLAIN, ["all ranks have the same documents"]),
+    "right: the same data on all ranks": (everything, PLAIN, []),  # as with tensor parallelism
 }
 
 
