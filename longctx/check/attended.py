@@ -252,12 +252,12 @@ def runs(heads: Heads, of: torch.Tensor, index: int, *, at: list[int], seen: tor
         apart = apart.masked_fill(~valid, float("inf"))
         begin, end = divmod(int(apart.argmin()), apart.shape[1])
         least = float(apart[begin, end])
-        if least < CLEARLY * found.apart:
+        if least < FAR_NEARER * found.apart:
             found = Run(begin, end, way, apart=least)
     return found
 
 
-CLEARLY = 0.1
+FAR_NEARER = 0.1
 """Share of the difference of a run alone that the next way has to fall below."""
 
 

@@ -168,6 +168,8 @@ class Attention:
                 found = ", ".join(f"{float(each):.4g}" for each in weights[head])
                 right = ", ".join(f"{float(each):.4g}" for each in rightly[:, head])
                 example = f"{found} in place of {right} in head {head} of {place}"
+        if not example:  # nothing was to be merged
+            return None
         return self._said(MERGED, example)
 
     def _distances(self) -> Cause | None:

@@ -9,6 +9,7 @@ from .attended import heads_of, of_heads
 from .attention import KINDS as KINDS_OF_ATTENTION
 from .attention import Attention
 from .changes import CLEARLY, change_of_order, change_of_rows, change_of_sizes
+from .largest import largest
 from .looked import INPUT, OUTPUT
 from .off import Cause, FirstOff
 from .probe import Tokens
@@ -112,14 +113,14 @@ def _largest_difference(off: FirstOff, reference: Reference) -> float:
     wrong = {off.numbers[index] for index in off.wrong}
     several = [each for each in off.sequences if not wrong.isdisjoint(each.numbers)]
     longest = sorted(several, key=lambda each: len(each.numbers), reverse=True)
-    largest = 0.0
+    found = list[float]()
     for sequence in longest[:FEW]:
         held = [at for at, number in enumerate(sequence.numbers) if number in index_of]
         rows = [index_of[sequence.numbers[at]] for at in held]
         right = reference.parts(sequence)[off.part][held]
         differences = (off.found[rows] - right).norm(dim=1) / right.norm(dim=1).clamp_min(1e-300)
-        largest = max(largest, float(differences.max()))
-    return largest
+        found.append(float(differences.max()))
+    return largest(found)
 
 
 def _by_attention(

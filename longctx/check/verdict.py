@@ -637,7 +637,7 @@ def _by_groups(facts: Facts) -> Iterator[Finding]:
     if even:
         name, several = min(even.items(), key=lambda each: len(each[1]))
         details = f"{_values(several)} times 1/N"
-        if name == "documents" or name == "rows":
+        if name in ("documents", "rows"):
             power = _power(several)
             details += f", as the power {power:.3g} of their lengths" if power else ""
         yield Finding(WEIGHTS_BY.format(name), details)

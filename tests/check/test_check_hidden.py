@@ -60,6 +60,7 @@ ONE: dict[str, tuple[str, str]] = {
     "factor of residuals ignored, Granite": (MULTIPLIER, "residual_multiplier of 0.5"),
     "key heads tiled": (HEADS, "keys of heads 0, 2, 0, 3 and values of heads 0, 2, 0, 3 are at"),
     "norms with another epsilon": (EPSILON, "0.001"),
+    "norms zeroed": (BACKWARD_WRONG, "model.norm.weight: none; 4 before it are off, too"),
     "one expert in place of two, Mixtral": (EXPERTS, "1 for each token"),
     "one token is NaN": (NOT_FINITE, "first in the input of model.layers.1"),
     "optimizer steps after each micro-batch": (WEIGHTS_CHANGED, "before call"),
@@ -90,7 +91,13 @@ TWO: dict[str, tuple[str, str]] = {
 """The same on two."""
 RIGHT_ON_TWO = ("tensor parallel MLPs", "sequence parallel norms", "vocabulary split")
 QUICK = ("LoRA off in one part", "RoPE backwards", "focal loss", "packed, one head looks ahead")
-QUICK += ("norms with another epsilon", "slopes on scores", "temperature", "hidden states rolled")
+QUICK += (
+    "norms zeroed",
+    "norms with another epsilon",
+    "slopes on scores",
+    "temperature",
+    "hidden states rolled",
+)
 QUICK += ("softmax has a one too much", "dropout by hand", "one token is NaN", "vocabulary cut")
 
 

@@ -5,10 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from longctx.check.causes import _by_variant, _largest_difference
+from longctx.check.contexts import Sequence
+from longctx.check.off import FirstOff
 from longctx.check.probe import Tokens
 from longctx.check.reference import Reference
 from longctx.check.tolerances import FLOAT32
+from longctx.check.variants import EPSILON, Variant
 from longctx.check.verdict import Facts
 from tests.check_cases import SHORT
 from tests.huggingface_cases import build_model
@@ -46,3 +51,28 @@ def test_logits_that_a_config_changes_are_no_plain_product(changed: str | None) 
         tokens=Tokens(SHORT), reference=model, gradients={name: model.lm_head.weight}
     )
     assert (Reference(record).matrix is None) == (changed is not None)
+
+
+def test_a_variant_that_gives_nan_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's max overlooks NaN, so that such a variant was the nearest of all."""
+    numbers = tuple(range(3))
+    sequence = Sequence(numbers, numbers)
+    ones = torch.ones(3, 4, dtype=torch.float64)
+    off = FirstOff(
+        "output of model.layers.0.mlp",
+        list(numbers),
+        found=2 * ones,
+        right=ones,
+        wrong=list(numbers),
+        sequences=[sequence],
+        limit=1e-3,
+    )
+    given = {off.part: ones * math.nan}
+    reference: Any = SimpleNamespace(parts=lambda _: given)
+    monkeypatch.setattr(
+        "longctx.check.causes.variants", lambda *_: [Variant(EPSILON, "0", settings=[])]
+    )
+    assert math.isnan(_largest_difference(off, reference))
+    assert _by_variant(off, Tokens(SHORT), reference) is None
+    given[off.part] = 2 * ones
+    assert _by_variant(off, Tokens(SHORT), reference) is None, "the reference has it already"
