@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from longctx.check import PROBES, CheckError, Probe, Step, check_step, record
+from longctx.check.backward import KEYS_WITHOUT_GRADIENT
 from longctx.check.contexts import (
     COUNTED,
     CUT,
@@ -23,17 +24,10 @@ from longctx.check.contexts import (
     ROW_RESTARTED,
     SHARD,
 )
+from longctx.check.places import EXCHANGE, LATER, ORDER
 from longctx.check.probe import END
+from longctx.check.targets import NOT_SHIFTED, OF_OTHERS, SHIFTED_TWICE
 from longctx.check.trainer import arguments
-from longctx.check.verdict import (
-    EXCHANGE,
-    KEYS_WITHOUT_GRADIENT,
-    LATER,
-    NOT_SHIFTED,
-    OF_OTHERS,
-    ORDER,
-    SHIFTED_TWICE,
-)
 from tests.trainer_cases import as_rank
 
 Make = Callable[[Probe], Any]

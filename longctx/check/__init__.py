@@ -2,10 +2,10 @@
 counts (docs/check-step.md)."""
 
 from .errors import CheckError, UsageError
+from .finding import Finding
 from .probe import PROBES, Probe
 from .record import Step, record
 from .step import Report, Verdict, check_step
-from .verdict import Finding
 
 __all__ = [
     "PROBES",

@@ -1,7 +1,7 @@
 """Verdicts as annotations of GitHub Actions: lines of a log that GitHub shows at a file."""
 
+from .finding import Finding
 from .step import Report
-from .verdict import Finding
 
 
 def annotation(level: str, text: str, *, file: str, title: str) -> str:

@@ -15,25 +15,19 @@ import torch
 
 from .contexts import contexts
 from .errors import CheckError
+from .facts import Facts
+from .finding import UNEXPLAINED, Finding
 from .fit import Fitter
 from .not_tested import lines as lines_of_untested
 from .not_tested import not_tested
+from .picture import picture
 from .probe import PROBES, Probe, Tokens
 from .record import Record, Step, gather, of_first_rank
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown
-from .verdict import (
-    CHOICES,
-    UNEXPLAINED,
-    Facts,
-    Finding,
-    findings,
-    is_allowed,
-    not_finite,
-    picture,
-    require_kinds,
-)
+from .verdict import findings, is_allowed, not_finite, require_kinds
+from .weights import CHOICES
 
 
 @dataclass

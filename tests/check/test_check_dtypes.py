@@ -14,8 +14,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
 from longctx.check import CheckError, Probe, Step, check_step, record
+from longctx.check.backward import BACKWARD_WRONG
 from longctx.check.contexts import NO_WINDOW, ROW
-from longctx.check.verdict import BACKWARD_WRONG, MEAN_OF_MEANS, NOT_SHIFTED, SCALE
+from longctx.check.scale import SCALE
+from longctx.check.targets import NOT_SHIFTED
+from longctx.check.weights import MEAN_OF_MEANS
 from tests.check_cases import SHORT, trainer
 
 WAYS = ("bfloat16", "float16", "autocast")

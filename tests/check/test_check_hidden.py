@@ -14,6 +14,7 @@ from longctx.check.attention import (
     SCALE_OF_SCORES,
     SINKS,
 )
+from longctx.check.backward import BACKWARD_WRONG, CHANGED, DECAY, ROUTERS
 from longctx.check.causes import PART_CHANGED, TOKENS_SWAPPED
 from longctx.check.variants import (
     ADAPTERS,
@@ -26,15 +27,7 @@ from longctx.check.variants import (
     WEIGHTS,
     WINDOW,
 )
-from longctx.check.verdict import (
-    BACKWARD_WRONG,
-    CHANGED,
-    DECAY,
-    NOT_FINITE,
-    OBJECTIVE_OTHER,
-    ROUTERS,
-    WEIGHTS_CHANGED,
-)
+from longctx.check.verdict import NOT_FINITE, OBJECTIVE_OTHER, WEIGHTS_CHANGED
 from tests.marks import slow_unless
 from tests.trainer_cases import as_rank
 from tests.workers import Workers

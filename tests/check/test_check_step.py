@@ -22,29 +22,21 @@ from longctx.check import (
     record,
 )
 from longctx.check.attention import MERGED
+from longctx.check.backward import BACKWARD_WRONG, CHANGED
 from longctx.check.contexts import ROW_RESTARTED, contexts
+from longctx.check.documents import MISSING
 from longctx.check.github import annotations
+from longctx.check.logged import LOGGED_LOSS, LOGGED_NORM
 from longctx.check.probe import Tokens
 from longctx.check.record import Row, _with_ends, gather
 from longctx.check.reference import Reference
+from longctx.check.scale import SCALE
 from longctx.check.shown import fit_shown
+from longctx.check.targets import OF_OTHERS
 from longctx.check.tolerances import FLOAT32
 from longctx.check.variants import EPSILON
-from longctx.check.verdict import (
-    BACKWARD_WRONG,
-    CHANGED,
-    CHOICES,
-    LOGGED_LOSS,
-    LOGGED_NORM,
-    MISSING,
-    NO_GRADIENT,
-    NOT_FINITE,
-    OBJECTIVE_OTHER,
-    OF_OTHERS,
-    OTHER_WEIGHTS,
-    SCALE,
-    kinds,
-)
+from longctx.check.verdict import NO_GRADIENT, NOT_FINITE, OBJECTIVE_OTHER, OTHER_WEIGHTS, kinds
+from longctx.check.weights import CHOICES
 from longctx.cli import main
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
 from tests.marks import slow_unless

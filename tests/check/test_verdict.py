@@ -9,12 +9,12 @@ import torch
 
 from longctx.check.causes import _by_variant, _largest_difference
 from longctx.check.contexts import Sequence
+from longctx.check.facts import Facts
 from longctx.check.off import FirstOff
 from longctx.check.probe import Tokens
 from longctx.check.reference import Reference
 from longctx.check.tolerances import FLOAT32
 from longctx.check.variants import EPSILON, Variant
-from longctx.check.verdict import Facts
 from tests.check_cases import SHORT
 from tests.huggingface_cases import build_model
 
