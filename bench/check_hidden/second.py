@@ -707,6 +707,122 @@ wrong(
 )
 
 
+# --- small ones: one layer, one head, one edge, one percent
+
+
+def window_of_first_layer_only(options: Options) -> Options:
+    return replace(options, window=None) if options.layer == 1 else options
+
+
+def one_head_sharper(queries: torch.Tensor, block: Block, options: Options) -> torch.Tensor:
+    """Multiplies scores of the third head of the second layer by 1.05."""
+    scores = scored(queries, block, options)
+    if options.layer != 1:
+        return scores
+    factors = torch.tensor([1.0, 1.0, 1.05, 1.0])
+    return scores * factors[:, None, None]
+
+
+def tiles_look_ahead(block: Block, options: Options, heads: int) -> torch.Tensor:
+    """Lets the last token of each tile of 16 see the next one of its document."""
+    mask = visible(block, options, heads)
+    together = layout.documents[:, None] == block.documents[None, :]
+    following = layout.at[:, None] + 1 == block.at[None, :]
+    last_of_tile = layout.at % 16 == 15
+    return mask | (together & following & last_of_tile[:, None])
+
+
+def one_expert_halved(model: Any) -> None:
+    layers(model)[1].mlp.experts.down_proj.grad[1] *= 0.5
+
+
+def one_adapter_larger(model: Any) -> None:
+    layers(model)[1].self_attn.v_proj.scaling["default"] *= 1.01
+
+
+def router_rounded(model: Any) -> None:
+    """Rounds weights of experts to bfloat16."""
+
+    def rounded(module: Any, inputs: Any, output: Any) -> Any:
+        logits, scores, experts = output
+        return logits, scores.bfloat16().to(scores.dtype), experts
+
+    for layer in layers(model):
+        layer.mlp.gate.register_forward_hook(rounded)
+
+
+def first_padding_trained(probe: Probe, rows: list[Row]) -> Batch:
+    """Gives the first token of padding after each document a label."""
+    batch = batch_of(probe, rows)
+    for number, row in enumerate(rows):
+        end = len(row["input_ids"])
+        batch["labels"][number, end : end + 1] = probe.pad
+    return batch
+
+
+def one_percent_less(model: Any, number: int, steps: int) -> None:
+    """Makes gradients so far 1 % smaller before the next micro-batch."""
+    if number == steps - 1:
+        return
+    for weight in model.parameters():
+        weight.grad *= 0.99
+
+
+wrong(
+    "window ignored in one layer, Mistral",
+    "the second layer has no window",
+    KERNEL,
+    kind="mistral",
+    before=with_kernel(options=window_of_first_layer_only),
+)
+wrong(
+    "one head sharper",
+    "scores of the third head of the second layer are multiplied by 1.05",
+    KERNEL,
+    before=with_kernel(scored=one_head_sharper),
+)
+wrong(
+    "edges of tiles see ahead",
+    "every 16th token of a document sees the next one",
+    KERNEL,
+    before=with_kernel(visible=tiles_look_ahead),
+)
+wrong(
+    "one expert's gradient halved, Mixtral",
+    "the down projection of one expert of the second layer has half its gradient",
+    PADDED,
+    kind="mixtral",
+    after=one_expert_halved,
+)
+wrong(
+    "one adapter 1 % larger",
+    "the update of the adapter of the second layer's values is multiplied by 1.01",
+    PADDED,
+    adapt=with_lora,
+    prepare=one_adapter_larger,
+)
+wrong(
+    "weights of experts rounded, Mixtral",
+    "weights of experts are rounded to bfloat16",
+    PADDED,
+    kind="mixtral",
+    prepare=router_rounded,
+)
+wrong(
+    "first token of padding trained",
+    "the last token of each padded document predicts padding",
+    PADDED,
+    collate=first_padding_trained,
+)
+wrong(
+    "1 % less with each micro-batch",
+    "gradients of earlier micro-batches are 1 % smaller with each later one",
+    PADDED,
+    probes=(STEPS,),
+    between=one_percent_less,
+)
+
+
 # --- right set-ups
 
 

@@ -525,6 +525,79 @@ wrong(
 )
 
 
+# --- small ones: one layer, one head, one edge, one parameter
+
+
+def one_head_sent_twice(keys: torch.Tensor, values: torch.Tensor, options: Options) -> list[Block]:
+    """Takes the first head of keys for the second one in blocks of other ranks, in one layer."""
+    rank, _ = group()
+    blocks = []
+    for block in ring(keys, values, options):
+        if block.source != rank and options.layer == 1:
+            first = block.keys[:, :1].expand_as(block.keys)
+            blocks.append(replace(block, keys=first))
+        else:
+            blocks.append(block)
+    return blocks
+
+
+def key_at_edge_twice(keys: torch.Tensor, values: torch.Tensor, options: Options) -> list[Block]:
+    """Counts the last key of each block of other ranks twice."""
+    rank, _ = group()
+    blocks = []
+    for block in ring(keys, values, options):
+        if block.source == rank:
+            blocks.append(block)
+            continue
+        longer = replace(
+            block,
+            keys=torch.cat([block.keys, block.keys[:, :, -1:]], dim=2),
+            values=torch.cat([block.values, block.values[:, :, -1:]], dim=2),
+            at=torch.cat([block.at, block.at[-1:]]),
+            documents=torch.cat([block.documents, block.documents[-1:]]),
+        )
+        blocks.append(longer)
+    return blocks
+
+
+def one_norm_averaged(model: Any) -> None:
+    """Takes the mean over ranks for one norm, and sums all others."""
+    _, ranks = group()
+    sum_gradients(model)
+    model.model.layers[0].input_layernorm.weight.grad /= ranks
+
+
+def summed_in_bfloat16(part: torch.Tensor) -> torch.Tensor:
+    """Sums outputs that are rounded to bfloat16 first, as ranks send them."""
+    return summed(part.bfloat16().float())
+
+
+wrong(
+    "ring, one head of keys sent twice",
+    "in the second layer the second head of keys of other ranks is their first one",
+    CONTEXT,
+    before=by_ring(blocks=one_head_sent_twice),
+)
+wrong(
+    "ring, key at the edge twice",
+    "the last key of other ranks is counted twice",
+    CONTEXT,
+    before=by_ring(blocks=key_at_edge_twice),
+)
+wrong(
+    "DP, one norm averaged",
+    "the gradient of the first layer's first norm is a mean over ranks, not a sum",
+    DATA,
+    sync=one_norm_averaged,
+)
+wrong(
+    "TP, outputs sent in bfloat16",
+    "outputs of ranks' MLPs are rounded to bfloat16 before they are summed",
+    TENSOR,
+    divide=tensor_mlp(left=summed_in_bfloat16),
+)
+
+
 # --- right set-ups
 
 
