@@ -224,7 +224,6 @@ wrong(
     "sinks without a gradient, gpt-oss",
     "sinks take part in attention, but get no gradient",
     KERNEL,
-    "AMD-AGI/Primus-Turbo#262",
     kind="gpt_oss",
     before=with_kernel(sinks=sinks_detached),
 )

@@ -145,7 +145,6 @@ wrong(
     "DP, targets counted by micro-batch",
     "the loss is a mean of means of micro-batches, each over all ranks",
     DATA,
-    "NVIDIA/Megatron-LM#7452",
     probes=(STEPS,),
     losses=over_micro_batch,
     count=one,
@@ -281,7 +280,6 @@ wrong(
     "CP, whole rows rolled",
     "the last token of each row predicts the row's first one",
     CONTEXT,
-    "verl-project/verl#4250",
     row=row_with_first_label,
     labels=labels_rolled_whole,
 )
