@@ -34,11 +34,14 @@ from longctx.planning.cost.model import (
     state_ns,
     whole_ring_attention_ns,
 )
+from longctx.planning.cost.rounds import CHOICES, FORWARD_LINEAR, PASSES, PRICE
 from longctx.planning.cost.work_overrides import NO_OVERRIDES, WorkOverrides
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanCost
 
+GRID = 0.01
+"""Distance of the logarithms of neighbouring lengths, and degrees, on a grid."""
 ROUNDING = 2
 """Error in nanoseconds of choosing a whole number of micro-batches K."""
 MOST = 512
@@ -87,7 +90,7 @@ def step_bound_ns(
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly
-    spread, on a free network.
+    spread, on a network that is free but for what no rounds hide.
 
     A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller
     chunks is never faster. In a pipeline with K micro-batches the longest takes at least 1/K of all
@@ -102,6 +105,7 @@ def step_bound_ns(
         overrides=overrides,
         encoding_ns=encoding_ns,
     )
+    bound += unhidden_exchange_ns(profile, lengths, ranks, tokens_per_rank, overrides) // ranks
     launches = fewest_micro_batches(lengths, ranks, tokens_per_rank)
     return bound + bubble_bound_ns(profile, pipeline, bound, launches=launches, most=len(lengths))
 
@@ -148,13 +152,64 @@ def even_work_bound_ns(
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly
-    spread, exchange free."""
+    spread, exchange free, though each split has its price."""
     attention = whole_ring_attention_ns(profile, lengths, degrees, overrides.pairs)
     tokens = lengths if overrides.products is None else lengths + overrides.products
     linear = profile.linear_s_per_token * NANOSECONDS * tokens
-    work = _floor_sum(attention) + _floor_sum(linear) + encoding_ns
+    splits = int(degrees[degrees > 1].sum()) * nanoseconds(profile.split_document_s)
+    work = _floor_sum(attention) + _floor_sum(linear) + splits + encoding_ns
     fixed = fixed_ns(profile, fewest_micro_batches(lengths, ranks, tokens_per_rank))
     return fixed + work // ranks
+
+
+def unhidden_exchange_ns(
+    profile: HardwareProfile,
+    lengths: Integers,
+    ranks: int,
+    tokens_per_rank: int,
+    overrides: WorkOverrides = NO_OVERRIDES,
+) -> int:
+    """Returns the least time, summed over ranks, that exchange across nodes costs, of documents
+    that no node holds.
+
+    The gradients of the last of n rounds return while nothing but the queries' backward runs, of at
+    most `tokens_per_rank` tokens; each further round has its price. A ring of d ranks waits so on
+    every rank. Bounds are those of a grid: below each length and between two degrees a < b, they
+    are a · (messages at a, price at b).
+    """
+    node = profile.ranks_per_node
+    over_nodes = lengths > node * tokens_per_rank
+    if overrides.products is not None or not over_nodes.any():
+        return 0
+    # On the grid, lengths and degrees are a few per cent apart.
+    step = np.floor(np.log(lengths[over_nodes]) / GRID)
+    which, count = np.unique(step, return_counts=True)
+    length = np.floor(np.exp(which * GRID)) - 1
+    keys = length if overrides.keys is None else np.zeros_like(length)
+    exponents = np.arange(1 + math.ceil(math.log(ranks) / GRID))
+    degree = np.unique(np.minimum(ranks, np.floor(np.exp(exponents * GRID)).astype(np.int64)))
+    degree = degree[degree > node]
+    if len(degree) == 0:
+        return 0
+    upto = np.append(degree[1:], ranks + 1)
+    _, inter = mate_ns(profile, keys[:, None], degree[None, :])
+    senders = node if profile.exchange_levels == 2 else 1
+    messages = (degree - node) * (inter - 1) / senders / PASSES
+    hidden = (1 - FORWARD_LINEAR) * profile.query_share * profile.overlap
+    queries = hidden * float(linear_ns(profile, np.array([tokens_per_rank]))[0])
+    price = PRICE * profile.linear_s_per_token * NANOSECONDS * (length[:, None] / upto)
+    least = np.full(messages.shape, np.inf)
+    for rounds in CHOICES:
+        # In two levels, the first messages return while the second ones still do.
+        returning = 2 if profile.exchange_levels == 2 and node > 1 and rounds > 1 else 1
+        waits = np.maximum(0.0, returning * messages / rounds - queries)
+        least = np.minimum(least, waits + price * (rounds - 1))
+    fewest = np.ceil(length / tokens_per_rank)[:, None]
+    possible = upto > fewest
+    begin = np.maximum(degree, fewest)
+    rounding = 4.0
+    of_document = np.where(possible, begin * np.maximum(0.0, least - rounding), np.inf).min(axis=1)
+    return int((count * np.where(np.isfinite(of_document), of_document, 0.0)).sum())
 
 
 def _floor_sum(nanoseconds: NDArray[np.floating[Any]]) -> int:
@@ -293,6 +348,7 @@ def document_bound_ns(
     states = (degrees - 1) * (near * far // max(1, near + far))  # on every rank, at best
     most_states = np.maximum((degrees - fewest) * far, states)
     waits = waited + received_ns(profile, lengths, degrees)
+    waits += nanoseconds(profile.split_document_s)
 
     # The fullest rank computes longest; the rank with the fewest mates in its node waits longest.
     beside_linear = states + waits + split_ns(profile, shard)
