@@ -12,14 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment, tokens_on_ranks
-from longctx.planning.cost.bounds import (
-    document_bound_ns,
-    step_bound_ns,
-    tight_step_bound_ns,
-    unhidden_exchange_ns,
-)
+from longctx.planning.cost.bounds import document_bound_ns, step_bound_ns, tight_step_bound_ns
 from longctx.planning.cost.model import alone_ns, attention_ns, score, states_ns
 from longctx.planning.cost.rounds import CHOICES, PRICE, choose_rounds
+from longctx.planning.cost.unhidden import unhidden_exchange_ns
 from longctx.planning.hardware_profile import BESIDE, HardwareProfile
 from longctx.planning.layout import shard_tokens
 from longctx.planning.planners.planner import make_plan

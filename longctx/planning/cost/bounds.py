@@ -34,14 +34,12 @@ from longctx.planning.cost.model import (
     state_ns,
     whole_ring_attention_ns,
 )
-from longctx.planning.cost.rounds import CHOICES, FORWARD_LINEAR, PASSES, PRICE
+from longctx.planning.cost.unhidden import unhidden_exchange_ns
 from longctx.planning.cost.work_overrides import NO_OVERRIDES, WorkOverrides
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanCost
 
-GRID = 0.01
-"""Distance of the logarithms of neighbouring lengths, and degrees, on a grid."""
 ROUNDING = 2
 """Error in nanoseconds of choosing a whole number of micro-batches K."""
 MOST = 512
@@ -105,7 +103,10 @@ def step_bound_ns(
         overrides=overrides,
         encoding_ns=encoding_ns,
     )
-    bound += unhidden_exchange_ns(profile, lengths, ranks, tokens_per_rank, overrides) // ranks
+    unhidden_ns = unhidden_exchange_ns(
+        profile, lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, overrides=overrides
+    )
+    bound += unhidden_ns // ranks
     launches = fewest_micro_batches(lengths, ranks, tokens_per_rank)
     return bound + bubble_bound_ns(profile, pipeline, bound, launches=launches, most=len(lengths))
 
@@ -160,56 +161,6 @@ def even_work_bound_ns(
     work = _floor_sum(attention) + _floor_sum(linear) + splits + encoding_ns
     fixed = fixed_ns(profile, fewest_micro_batches(lengths, ranks, tokens_per_rank))
     return fixed + work // ranks
-
-
-def unhidden_exchange_ns(
-    profile: HardwareProfile,
-    lengths: Integers,
-    ranks: int,
-    tokens_per_rank: int,
-    overrides: WorkOverrides = NO_OVERRIDES,
-) -> int:
-    """Returns the least time, summed over ranks, that exchange across nodes costs, of documents
-    that no node holds.
-
-    The gradients of the last of n rounds return while nothing but the queries' backward runs, of at
-    most `tokens_per_rank` tokens; each further round has its price. A ring of d ranks waits so on
-    every rank. Bounds are those of a grid: below each length and between two degrees a < b, they
-    are a · (messages at a, price at b).
-    """
-    node = profile.ranks_per_node
-    over_nodes = lengths > node * tokens_per_rank
-    if overrides.products is not None or not over_nodes.any():
-        return 0
-    # On the grid, lengths and degrees are a few per cent apart.
-    step = np.floor(np.log(lengths[over_nodes]) / GRID)
-    which, count = np.unique(step, return_counts=True)
-    length = np.floor(np.exp(which * GRID)) - 1
-    keys = length if overrides.keys is None else np.zeros_like(length)
-    exponents = np.arange(1 + math.ceil(math.log(ranks) / GRID))
-    degree = np.unique(np.minimum(ranks, np.floor(np.exp(exponents * GRID)).astype(np.int64)))
-    degree = degree[degree > node]
-    if len(degree) == 0:
-        return 0
-    upto = np.append(degree[1:], ranks + 1)
-    _, inter = mate_ns(profile, keys[:, None], degree[None, :])
-    senders = node if profile.exchange_levels == 2 else 1
-    messages = (degree - node) * (inter - 1) / senders / PASSES
-    hidden = (1 - FORWARD_LINEAR) * profile.query_share * profile.overlap
-    queries = hidden * float(linear_ns(profile, np.array([tokens_per_rank]))[0])
-    price = PRICE * profile.linear_s_per_token * NANOSECONDS * (length[:, None] / upto)
-    least = np.full(messages.shape, np.inf)
-    for rounds in CHOICES:
-        # In two levels, the first messages return while the second ones still do.
-        returning = 2 if profile.exchange_levels == 2 and node > 1 and rounds > 1 else 1
-        waits = np.maximum(0.0, returning * messages / rounds - queries)
-        least = np.minimum(least, waits + price * (rounds - 1))
-    fewest = np.ceil(length / tokens_per_rank)[:, None]
-    possible = upto > fewest
-    begin = np.maximum(degree, fewest)
-    rounding = 4.0
-    of_document = np.where(possible, begin * np.maximum(0.0, least - rounding), np.inf).min(axis=1)
-    return int((count * np.where(np.isfinite(of_document), of_document, 0.0)).sum())
 
 
 def _floor_sum(nanoseconds: NDArray[np.floating[Any]]) -> int:

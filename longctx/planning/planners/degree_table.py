@@ -42,11 +42,14 @@ class DegreeTable:
     """
 
     def __init__(self, given: PlanningInput, settings: SearchSettings) -> None:
-        self.given, self.settings = given, settings
+        self.given = given
+        self.settings = settings
         self.halves = halves(given)
-        single_ns, single_tokens = given.single_ns, given.single_tokens
+        single_ns = given.single_ns
+        single_tokens = given.single_tokens
         is_long = long_documents(given, settings)
-        long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
+        long = np.flatnonzero(is_long)
+        short = np.flatnonzero(~is_long)
         self.long = long[np.argsort(-given.lengths[long], kind="stable")]
 
         least = least_degrees(given.lengths, given.slots, given.tokens_per_rank, given.block)

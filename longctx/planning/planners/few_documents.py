@@ -112,7 +112,8 @@ def _placed(
             run = done.argmin(axis=1)
             fits[rows] &= done[np.arange(len(rows)), run] < FULL
             row, first = np.divmod(run, ranks - degree + 1)
-            micro_batch[rows, document], first_rank[rows, document] = row, first
+            micro_batch[rows, document] = row
+            first_rank[rows, document] = first
             columns = first[:, None] + np.arange(degree)
             load[rows[:, None], row[:, None], columns] += time
             held[rows[:, None], row[:, None], columns] += tokens

@@ -33,7 +33,8 @@ def on_finer_slots(
     is placed on the emptiest slot of its size.
     """
     even_ns = int((rings.degree * rings.time).sum()) // rings.load.size
-    most_ns, most_tokens = share * even_ns, share * finer[0].tokens_per_rank
+    most_ns = share * even_ns
+    most_tokens = share * finer[0].tokens_per_rank
     finest: PlacedRings | None = rings
     for half in finer:
         if finest is None:
@@ -49,7 +50,8 @@ def place(rings: PlacedRings, documents: Integers, rounds: int) -> PlacedRings |
     """Returns the placement with these documents, longest first, each on the slot with most room
     below its micro-batch's target, and then balanced; None if their tokens do not fit."""
     order = documents[np.argsort(-rings.time[documents], kind="stable")]
-    time, tokens = rings.time[order], rings.tokens[order]
+    time = rings.time[order]
+    tokens = rings.tokens[order]
     above_target = rings.load - rings.target[:, None]
     slots = emptiest_first(above_target, rings.free, time, tokens)
     if slots is None:
@@ -63,7 +65,8 @@ def place(rings: PlacedRings, documents: Integers, rounds: int) -> PlacedRings |
         ranks=rings.ranks,
         rounds=rounds,
     )
-    micro_batch, first_rank = rings.micro_batch.copy(), rings.first_rank.copy()
+    micro_batch = rings.micro_batch.copy()
+    first_rank = rings.first_rank.copy()
     micro_batch[order], first_rank[order] = np.divmod(slots, rings.ranks)
     placed = rings.placed.copy()
     placed[order] = True
@@ -83,14 +86,18 @@ def place(rings: PlacedRings, documents: Integers, rounds: int) -> PlacedRings |
 def _halved(rings: PlacedRings, rest: Integers, half: PlanningInput) -> PlacedRings | None:
     """Returns the placement in slots of half the size, of which each of the `rest`, that are not
     placed, takes one; None if their tokens do not fit."""
-    degree, time, tokens = 2 * rings.degree, rings.time.copy(), rings.tokens.copy()
+    degree = 2 * rings.degree
+    time = rings.time.copy()
+    tokens = rings.tokens.copy()
     degree[rest] = 1
-    time[rest], tokens[rest] = half.single_ns[rest], half.single_tokens[rest]
+    time[rest] = half.single_ns[rest]
+    tokens[rest] = half.single_tokens[rest]
     load = np.zeros((len(rings.load), half.slots), dtype=np.int64)
     free = np.full_like(load, half.tokens_per_rank)  # also of ranks that were in no block
     load[:, : 2 * rings.ranks] = np.repeat(rings.load, 2, axis=1)
     free[:, : 2 * rings.ranks] = np.repeat(rings.free, 2, axis=1)
-    work, rest_tokens = int(time[rest].sum()), int(tokens[rest].sum())
+    work = int(time[rest].sum())
+    rest_tokens = int(tokens[rest].sum())
     target = water_filled(load, free, work=work, tokens=rest_tokens)
     if target is None:
         return None

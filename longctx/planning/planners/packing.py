@@ -104,7 +104,8 @@ def place_rings(
     rows = range(micro_batches if stop is None else stop)
     times = _times_by_first_rank(given, degrees, early)
     for document, by_first_rank in zip(early.tolist(), times, strict=True):
-        degree, tokens = int(degrees.degree[document]), int(degrees.tokens[document])
+        degree = int(degrees.degree[document])
+        tokens = int(degrees.tokens[document])
         ring = _Ring(degree, tokens, by_first_rank)
         run = ring.best_run(load, free, rows) or ring.best_run(load, free, range(micro_batches))
         if run is None:
@@ -142,9 +143,11 @@ def place_side_by_side(
     placed = np.zeros(len(given.lengths), dtype=bool)
     placed[documents] = _placed_first(degrees, slots=load.size)[documents]
     is_placed = placed[documents]
-    early, number = documents[is_placed], numbers[is_placed]
+    early = documents[is_placed]
+    number = numbers[is_placed]
     order = np.argsort(number, kind="stable")
-    early, number = early[order], number[order]
+    early = early[order]
+    number = number[order]
     width = degrees.degree[early]
     before = np.cumsum(width) - width
     first_of_number = np.searchsorted(number, np.arange(micro_batches))
@@ -155,7 +158,8 @@ def place_side_by_side(
     load = runs.spread(time[early])
     free = given.tokens_per_rank - runs.spread(degrees.tokens[early])
     micro_batch, first_rank = np.zeros((2, len(given.lengths)), dtype=np.int64)
-    micro_batch[early], first_rank[early] = number, first
+    micro_batch[early] = number
+    first_rank[early] = first
     return _with_targets(
         Degrees(degrees.degree, time, degrees.tokens),
         placed=placed,
@@ -184,7 +188,8 @@ def _with_targets(
 ) -> PlacedRings | None:
     """Returns a placement with the targets of its micro-batches; None if the tokens of documents
     that are not placed do not fit."""
-    work, tokens = int(degrees.time[~placed].sum()), int(degrees.tokens[~placed].sum())
+    work = int(degrees.time[~placed].sum())
+    tokens = int(degrees.tokens[~placed].sum())
     target = water_filled(load, free, work=work, tokens=tokens)
     if target is None:
         return None
@@ -222,7 +227,8 @@ class _Ring(NamedTuple):
     def best_run(self, load: Integers, free: Integers, rows: range) -> tuple[int, int] | None:
         """Returns micro-batch, one of `rows`, and first rank of the ranks that finish first with
         one more ring; None if tokens do not fit."""
-        load, free = load[rows.start : rows.stop], free[rows.start : rows.stop]
+        load = load[rows.start : rows.stop]
+        free = free[rows.start : rows.stop]
         done = sliding_max(np.where(free >= self.tokens, load, FULL), self.degree)
         done = done + self.time[: done.shape[1]]
         row, first_rank = divmod(int(done.argmin()), done.shape[1])
@@ -233,7 +239,8 @@ class _Ring(NamedTuple):
 
 def sliding_max(values: Integers, width: int) -> Integers:
     """Returns the maximum over every run of `width` columns."""
-    result, covered = values, 1
+    result = values
+    covered = 1
     while covered < width:
         step = min(covered, width - covered)
         result = np.maximum(result[:, : result.shape[1] - step], result[:, step:])
@@ -262,7 +269,9 @@ def water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> I
     micro_batch = np.repeat(np.arange(micro_batches), ranks)
     ranks_that_rise = np.tile(np.arange(ranks, 0, -1), micro_batches)
     order = np.lexsort((micro_batch, -ranks_that_rise))
-    micro_batch, rise, ranks_that_rise = micro_batch[order], rise[order], ranks_that_rise[order]
+    micro_batch = micro_batch[order]
+    rise = rise[order]
+    ranks_that_rise = ranks_that_rise[order]
     poured = np.cumsum(rise * ranks_that_rise) - rise * ranks_that_rise  # before each rise
     risen = np.clip(-(-(missing - poured) // ranks_that_rise), 0, rise)
     target: Integers = lowest + np.bincount(micro_batch, risen, micro_batches).astype(np.int64)
@@ -309,7 +318,8 @@ def emptiest_first(
     Slots without enough tokens wait until shorter documents fit them again; returns None if a
     document fits nowhere.
     """
-    count, room = load.size, free.ravel().tolist()
+    count = load.size
+    room = free.ravel().tolist()
     # Compare faster than pairs.
     ready = [value * count + slot for slot, value in enumerate(load.ravel().tolist())]
     heapq.heapify(ready)

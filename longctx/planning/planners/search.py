@@ -187,8 +187,10 @@ class Shortlist:
 
 def _placements_by_number(table: DegreeTable, micro_batches: int) -> list[list[PlacedRings]]:
     """Returns the best placements with `micro_batches` and with one more, where there are any."""
-    given, settings = table.given, table.settings
-    fewest, more = Shortlist(table, micro_batches), Shortlist(table, micro_batches + 1)
+    given = table.given
+    settings = table.settings
+    fewest = Shortlist(table, micro_batches)
+    more = Shortlist(table, micro_batches + 1)
     budget = micro_batches * given.slots * given.tokens_per_rank
     roomy = int(given.single_tokens.sum()) < settings.tight * budget
     fewest.add_one_limit()

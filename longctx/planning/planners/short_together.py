@@ -65,7 +65,8 @@ def _without(rings: PlacedRings, short: Integers, own: Integers) -> PlacedRings 
     placed[short] = True
     free = rings.free.copy()
     free[own] = 0
-    work, tokens = int(rings.time[~placed].sum()), int(rings.tokens[~placed].sum())
+    work = int(rings.time[~placed].sum())
+    tokens = int(rings.tokens[~placed].sum())
     target = water_filled(rings.load, free, work=work, tokens=tokens)
     if target is None:
         return None
@@ -79,14 +80,18 @@ def _with(
     their micro-batches."""
     is_placed = placed.placed.copy()
     is_placed[short] = False
-    degree, time, tokens = placed.degree.copy(), placed.time.copy(), placed.tokens.copy()
+    degree = placed.degree.copy()
+    time = placed.time.copy()
+    tokens = placed.tokens.copy()
     degree[short] = 1
-    time[short], tokens[short] = ranks.single_ns[short], ranks.single_tokens[short]
+    time[short] = ranks.single_ns[short]
+    tokens[short] = ranks.single_tokens[short]
     free = np.zeros_like(placed.free)
     block = ranks.slots // rings.ranks
     free[own] = ranks.tokens_per_rank
     free[own, : block * rings.ranks] = np.repeat(rings.free[own], block, axis=1)
-    work, its_tokens = int(time[short].sum()), int(tokens[short].sum())
+    work = int(time[short].sum())
+    its_tokens = int(tokens[short].sum())
     target = water_filled(placed.load, free, work=work, tokens=its_tokens)
     if target is None:
         return None

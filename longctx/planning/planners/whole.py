@@ -22,14 +22,16 @@ def with_more_whole(given: PlanningInput, best: Candidate, settings: SearchSetti
     split = np.flatnonzero((a.degree > 1) & (given.single_tokens <= given.tokens_per_rank))
     split = split[np.argsort(given.lengths[split], kind="stable")]
     found = best
-    whole, most = 0, len(split)
+    whole = 0
+    most = len(split)
     for _ in range(settings.whole_tries):
         if whole == most:
             break
         count = (whole + most + 1) // 2 if found is not best or most < len(split) else most
         candidate = _with_whole(given, best, split[:count], rounds=settings.whole_rounds)
         if candidate is not None and candidate.makespan_ns <= limit:
-            whole, found = count, candidate
+            whole = count
+            found = candidate
         else:
             most = count - 1
     return found
@@ -51,7 +53,8 @@ def _with_whole(
     # Rings may be reversed otherwise, so that each of their ranks counts as the fullest.
     held = largest_shards(given.lengths[kept], a.degree[kept])
     free = given.tokens_per_rank - a[kept].runs(shape).spread(held)
-    time, tokens = given.single_ns, given.single_tokens
+    time = given.single_ns
+    tokens = given.single_tokens
     target = water_filled(
         load, free, work=int(time[movable].sum()), tokens=int(tokens[movable].sum())
     )
@@ -75,8 +78,8 @@ def _with_whole(
 
 
 def _own_ns(given: PlanningInput, best: Candidate) -> Integers:
-    """Returns the time that each document takes on each of its ranks, without its exchange and
-    without images."""
+    """Returns the time that the tokens of each document take on each of its ranks, without their
+    exchange."""
     degree = best.assignment.degree
     linear = linear_ns(given.profile, given.lengths / degree)
     price = np.where(degree > 1, nanoseconds(given.profile.split_document_s), 0)
