@@ -1,6 +1,8 @@
 """Check of one optimizer step of any trainer: what each token saw, and how much each prediction
 counts (docs/check-step.md)."""
 
+from .data import DataReport, check_data
+from .data_batches import Data, DataOfTrainer
 from .errors import CheckError, UsageError
 from .probe import PROBES, Probe
 from .record import Step, record
@@ -10,12 +12,16 @@ from .verdict import Finding
 __all__ = [
     "PROBES",
     "CheckError",
+    "Data",
+    "DataOfTrainer",
+    "DataReport",
     "Finding",
     "Probe",
     "Report",
     "Step",
     "UsageError",
     "Verdict",
+    "check_data",
     "check_step",
     "record",
 ]
