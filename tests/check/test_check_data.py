@@ -1,9 +1,11 @@
 """`check_data`: who sees whom in batches is what models see, what has labels is said as it is, faults
 are found, and right set-ups are silent."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,7 @@ from longctx.check.data_roles import Roles, Tokenizer
 from longctx.check.data_shown import MISSING, REPEATED, SCALE
 from longctx.check.data_sight import FLASH, READINGS, UNSEEN, sight
 from longctx.check.trainer import arguments
+from longctx.cli import main
 from tests.check.test_flash_attn_cpu import flash, padding
 from tests.marks import examples
 from tests.template_cases import FAMILIES
@@ -753,7 +756,52 @@ def test_the_picture_shows_what_is_trained() -> None:
     assert check_data(trainer).picture == ["[U] w1 w2 [E] [A]«w3 [E]»"]
 
 
-# --- refused
+# --- the command
+
+
+SCRIPT = """
+from tests.check.test_check_data import padded, partial, rows_of, tokenizer
+def data():
+    return rows_of((7, 3, 5)), padded, tokenizer()
+def wrong():
+    return rows_of((7, 3, 5)), partial(padded, trained=True), tokenizer()
+def nothing():
+    return 7
+"""
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "check.py"
+    file.write_text(SCRIPT)
+    command = ["check-step", str(file), "--data"]
+    assert main(command) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "data: right"
+    assert out[1] == "data: read: 3 documents in 3 rows of 1 batch: 21 tokens, 6 of padding"
+    assert main([*command, "--make", "wrong", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [fault["kind"] for fault in report["faults"]] == [PADDING_TRAINED]
+    assert main([*command, "--make", "wrong", "--allow", PADDING_TRAINED]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "data: right",
+        f"data: allowed: {PADDING_TRAINED}",
+    ]
+    assert main([*command, "--make", "wrong", "--github"]) == 1
+    assert (
+        f"::error file={file},title=check-step%2C data::{PADDING_TRAINED}: "
+        in capsys.readouterr().out
+    )
+    assert main([*command, "--make", "nothing"]) == 3
+    assert "data is int: return a Data, or rows, collator" in capsys.readouterr().err
+    assert main([*command, "--make", "absent"]) == 2
+    assert "has no function absent()" in capsys.readouterr().err
+    assert main([*command, "--allow", "padding"]) == 2
+    assert f"or {PADDING_TRAINED!r}" in capsys.readouterr().err
+    assert main([*command, "--probe", "prompts"]) == 2
+    assert "--data has no probes" in capsys.readouterr().err
+    file.write_text("def data():\n    return 1 / 0")
+    assert main(command) == 4
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_what_cannot_be_read_is_refused() -> None:
