@@ -231,7 +231,8 @@ def _function(name: str, taken: str, *, script: Path) -> Callable[..., Any]:
             raise CheckError(f"{script}: {missing}") from error
         raise
     if name not in names:
-        raise UsageError(f"{script} has no function {name}({taken}): name yours by --make")
+        hint = "--data checks data()" if "data" in names else "name yours by --make"
+        raise UsageError(f"{script} has no function {name}({taken}): {hint}")
     function: Callable[..., Any] = names[name]
     return function
 

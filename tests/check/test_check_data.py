@@ -804,6 +804,20 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_the_template_prints_what_the_page_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], repository: Path
+) -> None:
+    file = str(tmp_path / "check.py")
+    assert main(["check-step", "--template", "data", "-o", file]) == 0
+    assert main(["check-step", file]) == 2
+    assert "has no function make(probe): --data checks data()" in capsys.readouterr().err
+    assert main(["check-step", file, "--data"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    page = (repository / "docs" / "check-step.md").read_text("utf-8")
+    (shown,) = re.findall(r"^```text\n(data: .*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert [line for line in printed if line in shown.splitlines()] == shown.splitlines()
+
+
 def test_what_cannot_be_read_is_refused() -> None:
     made_by = tokenizer()
     rows = rows_of((3, 2))
