@@ -49,7 +49,7 @@ class DataReport:
     @property
     def status(self) -> int:
         """Exit status: 0 right, 1 wrong."""
-        return 1 if self.findings else 0
+        return int(bool(self.findings))
 
     def raise_if_wrong(self) -> None:
         """Raises AssertionError with all that is wrong."""
@@ -87,9 +87,9 @@ def check_data(made: Any, allow: Sequence[str] = ()) -> DataReport:
     """
     for name in allow:
         if name not in KINDS:
-            near = get_close_matches(name, KINDS, n=3, cutoff=0.3)
-            hint = f": did you mean {', or '.join(map(repr, near))}?" if near else ""
-            raise UsageError(f"no fault of data is called {name!r}{hint}")
+            near = get_close_matches(name, KINDS, n=3, cutoff=0.0)
+            known = ", or ".join(map(repr, near))
+            raise UsageError(f"no fault of data is called {name!r}: did you mean {known}?")
     data = _data_of(made)
     if isinstance(data, DataOfTrainer):
         read = _read_trainer(data)
@@ -130,9 +130,11 @@ def _read_trainer(data: DataOfTrainer) -> Read:
         raise CheckError("the Trainer has no tokenizer: pass processing_class")
     tokenizer = getattr(processor, "tokenizer", processor)
     batches = list(batches_of_trainer(data))
-    count = sum(len(batch.rows) for batch in batches)
     rows = data.trainer.train_dataset
-    unread = max(0, len(rows) - count) if hasattr(rows, "__len__") else 0
+    unread = 0
+    if hasattr(rows, "__len__"):
+        read = sum(len(batch.rows) for batch in batches)
+        unread = max(0, len(rows) - read)
     return _read(batches, tokenizer=tokenizer, texts=data.texts, unread=unread, by_trainer=True)
 
 
@@ -159,7 +161,9 @@ def _read(
     if not batches:
         raise CheckError("there is no batch: is the data set empty?")
     asked = Tokenizer(tokenizer)
-    known = Texts(texts, tokenizer=tokenizer, bos=asked.bos) if len(texts) else None
+    known: Texts | None = None
+    if len(texts):
+        known = Texts(texts, tokenizer=tokenizer, bos=asked.bos)
     documents = documents_in(batches, known, tokenizer)
     places = []
     marked = []

@@ -222,7 +222,8 @@ class Placing:
             length = len(self._documents[number])
             after = at + length
             is_all = at == begin and (after == end or row[after : after + 1] == [self._pad])
-            if length < (SHORTEST_PART if is_all else NO_CHANCE) or after > end:
+            is_long_enough = length >= NO_CHANCE or (is_all and length >= SHORTEST_PART)
+            if after > end or not is_long_enough:
                 continue
             is_longer = best is None or length > len(self._documents[best])
             if is_longer and self._is_whole(row, at, number):

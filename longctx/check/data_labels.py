@@ -51,8 +51,11 @@ def wrong_labels(batch: Batch, places: Places) -> Iterator[tuple[str, list[int]]
     targets = batch.targets.flatten()
     other = (labels != IGNORED) & (labels != ids)
     if other.any():
-        kind = SHIFTED if is_shifted(batch) else OTHER
-        yield kind, other.nonzero().flatten().tolist()
+        tokens = other.nonzero().flatten().tolist()
+        if is_shifted(batch):
+            yield SHIFTED, tokens
+        else:
+            yield OTHER, tokens
         return
     yield PADDING_TRAINED, (targets & places.padding).nonzero().flatten().tolist()
     first_ones = _begins(batch, places)

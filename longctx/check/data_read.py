@@ -11,7 +11,6 @@ from .data_labels import (
     BOS_TWICE,
     ENDS,
     NEXT_DOCUMENT,
-    NOTHING,
     Ends,
     add_ends,
     begins_twice,
@@ -127,8 +126,9 @@ def sights_of(read: Read, readings: Iterable[str] = READINGS) -> Sights:
             if reading == FLASH:
                 kinds.add(BEYOND, beyond_lengths(batch), batch=number, width=width)
             for kind, tokens in wrong_sight(seen, read.places[number], width=width):
-                is_unmarked = kind == MIXED and not read.marked[number]
-                kept = without_marks if is_unmarked else kinds
+                kept = kinds
+                if kind == MIXED and not read.marked[number]:
+                    kept = without_marks
                 kept.add(kind, tokens, batch=number, width=width)
         wrong[reading] = kinds.of
         if MIXED in without_marks.of:
@@ -167,16 +167,15 @@ def labels_of(read: Read) -> Labels:
         places = read.places[number]
         first += int((batch.labels[:, 0] != IGNORED).sum())
         for kind, tokens in wrong_labels(batch, places):
-            is_unmarked = kind == NEXT_DOCUMENT and not read.marked[number]
-            kept = facts if is_unmarked else kinds
+            kept = kinds
+            if kind == NEXT_DOCUMENT and not read.marked[number]:
+                kept = facts
             kept.add(kind, tokens, batch=number, width=width)
         twice = begins_twice(batch, places, read.tokenizer.bos)
         kinds.add(BOS_TWICE, twice, batch=number, width=width)
         lost, alike = masked_like_padding(batch, places, read.tokenizer.pad)
         facts.add(ENDS, lost, batch=number, width=width)
         trained_alike += alike
-    if not any(read.targets):
-        kinds.of[NOTHING] = Where(0, row=0, token=0)
     return Labels(
         kinds.of,
         first=first,
@@ -315,7 +314,9 @@ def _without_target(batch: Batch, places: Places) -> int:
         if piece.document is None:
             continue
         every.add(piece.document)
-        begin = piece.begin if piece.offset else piece.begin + 1
+        begin = piece.begin
+        if not piece.offset:
+            begin += 1  # no token of the document is before it
         if batch.targets[row, begin : piece.end].any():
             with_target.add(piece.document)
     return len(every - with_target)

@@ -95,8 +95,10 @@ class Roles:
         before = ""
         for role, content in _contents(messages):
             begin = self._begin(text, content, at=at, after=(before, role))
+            if begin is None and self._has_all(text, at):
+                return None
             if begin is None:
-                return found if found and not self._has_all(text, at) else None
+                break
             end = min(begin + len(content), len(text))
             found.append((role, begin, end))
             before = role
@@ -115,13 +117,14 @@ class Roles:
         ]
         for _, words in sorted(usual, reverse=True):
             begin = at + len(words)
+            there = len(text) - begin
             rest = text[begin : begin + len(content)]
-            is_cut = begin + len(content) > len(text)
-            fits = content.startswith(rest) if is_cut else content == rest
-            if rest and fits and text[at:begin] == words:
+            if rest and rest == content[:there] and text[at:begin] == words:
                 return begin
         begin = text.find(content, at)
-        return begin if begin >= 0 else None
+        if begin < 0:
+            return None
+        return begin
 
     def _name_ends(self, ids: Sequence[int], roles: list[str]) -> None:
         """Names the tokens after each message, to the first special one."""

@@ -47,10 +47,9 @@ LABELS = (
 KINDS = (*SIGHTS, *LABELS, MISSING, REPEATED, SCALE)
 """All faults, the most telling first."""
 HINTS = {
-    NEXT_DOCUMENT: "their first tokens have labels",
-    FROM_PADDING: "they have labels, and padding is before them",
-    OTHER: "a causal LM is trained to predict them where the input has others",
-    BOS_TWICE: "the template and the tokenizer both add one",
+    NEXT_DOCUMENT: "; first tokens of documents have labels",
+    FROM_PADDING: "; they have labels, and padding is before them",
+    OTHER: "; models are trained to predict what the input does not have there",
 }
 """What is added to some faults."""
 SHOWN_DOCUMENTS = 2
@@ -91,9 +90,9 @@ class Words:
                 where = self._sights.wrong[wrong[0]][kind]
                 yield Finding(kind, f"{where}{self._cause(kind, where, wrong)}")
         for kind, where in self._labels.wrong.items():
-            hint = f"; {HINTS[kind]}" if kind in HINTS else ""
-            details = "no token of a batch is a target" if kind == NOTHING else f"{where}{hint}"
-            yield Finding(kind, details)
+            yield Finding(kind, f"{where}{HINTS.get(kind, '')}")
+        if not any(self._read.targets):
+            yield Finding(NOTHING, "no token of a batch is a target")
         if self._masks_ends():
             assert self._labels.masked is not None
             name = self._read.tokenizer.text([self._read.tokenizer.pad or 0])
@@ -114,8 +113,9 @@ class Words:
         batch = self._read.batches[where.batch]
         mask = batch.given.get("attention_mask")
         if mask is not None and mask.dim() == 4:
-            adds = readings[0] in ADDING and not mask.is_floating_point()
-            return f"; {readings[0]} adds this mask to scores, and it hides nothing" if adds else ""
+            if readings[0] in ADDING and not mask.is_floating_point():
+                return f"; {readings[0]} adds this mask to scores, and it hides nothing"
+            return ""
         if kind != MIXED:
             return ""
         found = list(marks(batch))
@@ -204,8 +204,9 @@ class Words:
             names = ", ".join(readings)
             yield f"documents see each other in {names}, and nothing marks them: {where}"
         elif self._known and not partly and not any(self._sights.wrong.values()):
-            is_known = self._read.texts is not None or all(self._read.marked)
-            unit = "document" if is_known else "row"
+            unit = "row"
+            if self._read.texts is not None or all(self._read.marked):
+                unit = "document"
             yield (
                 f"who sees whom: tokens see what is before them in their {unit}, and nothing else "
                 f"({', '.join(self._known)})"
@@ -266,7 +267,9 @@ def _facts_of_count(read: Read, labels: Labels) -> Iterator[str]:
     targets = sum(read.targets)
     fewest = min(read.targets)
     most = max(read.targets)
-    of_batch = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    of_batch = f"{fewest:,}"
+    if most > fewest:
+        of_batch += f" to {most:,}"
     yield f"N: {of_batch} targets in a batch, {targets:,} in all{_divided(read)}"
     if labels.first and targets:
         factor = targets / (targets + labels.first)

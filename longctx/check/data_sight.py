@@ -1,8 +1,8 @@
 """Who sees whom in a batch, as causal LMs of transformers read its attention mask, positions and
 lengths, without a model.
 
-transformers 5.20 to 5.24: `masking_utils.create_causal_mask` makes the mask of eager, sdpa and flex
-attention; `modeling_flash_attention_utils._flash_attention_forward` calls flash attention.
+transformers 5.20 to 5.24: `create_causal_mask` makes the mask of eager, sdpa and flex attention;
+`modeling_flash_attention_utils._flash_attention_forward` calls flash attention.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from itertools import pairwise
 
 import torch
 from transformers import modeling_flash_attention_utils
-from transformers.masking_utils import find_packed_sequence_indices
 
 from .data_batches import Batch
 
@@ -64,7 +63,7 @@ def readings_of(attention: str) -> tuple[str, ...]:
         return READINGS
     if "flash" in attention:
         return (FLASH,)
-    return (attention,) if attention in MASKED else ()
+    return tuple(reading for reading in MASKED if reading == attention)
 
 
 def sight(batch: Batch, reading: str) -> Sight:
@@ -104,9 +103,8 @@ def _of_mask(batch: Batch) -> Sight:
     segments = torch.zeros(rows, tokens, dtype=torch.long)
     positions = batch.given.get("position_ids")
     if batch.given.get("attention_mask") is None and positions is not None:
-        packed = find_packed_sequence_indices(positions.expand(rows, -1))
-        if packed is not None:
-            segments = packed
+        steps = positions.expand(rows, -1).diff(dim=-1)
+        segments[:, 1:] = (steps != 1).cumsum(-1)
     segments = segments + tokens * torch.arange(rows)[:, None]
     hidden = ~batch.not_padded
     return Sight(segments=segments.masked_fill(hidden, UNSEEN).flatten())

@@ -71,8 +71,8 @@ class Sorted:
                 return None
             theirs = self._texts[at]
             alike = common_length(theirs, ids)
-            if alike == len(theirs):
-                return self._order[at] if theirs else None
+            if theirs and alike == len(theirs):
+                return self._order[at]
             ids = ids[:alike]
         return None
 
@@ -120,19 +120,19 @@ class Texts:
         """Returns the texts, and parts of texts, that follow each other in a row: whole ones, the
         end of one before these, and the begin of one after them. Returns the row itself if they are
         less than half of it."""
-        found = self._whole_ones(ids)
-        begins = [begin for begin, _ in found]
-        first = begins[0] if found else len(ids)
-        before = self._in_the_middle(ids) if not found else self._end_of_one(ids[:first])
-        after = len(ids)
-        if found:
-            after = begins[-1] + len(found[-1][1].ids)
-        elif not before:
-            before, after = self._end_and_begin(ids)
-        documents = [document for _, document in found]
-        documents = [*before, *documents, *self._begin_of_one(ids[after:])]
-        known = sum(len(document.ids) for document in documents)
-        return documents if 2 * known >= len(ids) else [Document(ids)]
+        whole = self._whole_ones(ids)
+        if whole:
+            first, _ = whole[0]
+            last, document = whole[-1]
+            found = self._end_of_one(ids[:first])
+            found += [document for _, document in whole]
+            found += self._begin_of_one(ids[last + len(document.ids) :])
+        else:
+            found = self._in_the_middle(ids) or self._end_and_begin(ids)
+        known = sum(len(document.ids) for document in found)
+        if 2 * known < len(ids):
+            return [Document(ids)]
+        return found
 
     def _whole_ones(self, ids: list[int]) -> list[tuple[int, Document]]:
         """Returns whole texts in a row, each with its first token."""
@@ -175,18 +175,21 @@ class Texts:
 
     def _begin_of_one(self, ids: list[int]) -> list[Document]:
         """Returns tokens as the begin of a text; nothing without one."""
-        number = self._sorted.begins_with(ids) if ids else None
-        return [] if number is None else [self._part(number, 0, length=len(ids))]
+        number = self._sorted.begins_with(ids)
+        if not ids or number is None:
+            return []
+        return [self._part(number, 0, length=len(ids))]
 
-    def _end_and_begin(self, ids: list[int]) -> tuple[list[Document], int]:
-        """Returns the end of a text that a row begins with, and the token from which on the row is
-        the begin of another."""
-        for after in range(1, len(ids)):
-            if ids[after] in self._firsts and self._sorted.has_begin(ids[after:]):
-                before = self._end_of_one(ids[:after])
-                if before:
-                    return before, after
-        return [], len(ids)
+    def _end_and_begin(self, ids: list[int]) -> list[Document]:
+        """Returns the end of a text, and the begin of another that follows it to the end of a row;
+        or the one of them that is all of the row."""
+        for after in range(len(ids)):
+            if ids[after] not in self._firsts or not self._sorted.has_begin(ids[after:]):
+                continue
+            before = self._end_of_one(ids[:after])
+            if before or not after:
+                return before + self._begin_of_one(ids[after:])
+        return self._end_of_one(ids)
 
     def _part(self, number: int, offset: int, *, length: int) -> Document:
         end = offset + length

@@ -102,8 +102,8 @@ def test_batches_are_read(installed: Path, tmp_path: Path) -> None:
     assert right.returncode == 0, right.stderr
     assert right.stdout.startswith("data: right\n")
     text = (tmp_path / "check.py").read_text()
-    assert "else -100" in text
-    (tmp_path / "check.py").write_text(text.replace("else -100", "else 0"))
+    assert "[-100]" in text
+    (tmp_path / "check.py").write_text(text.replace("[-100]", "[0]"))
     wrong = run_module(installed, tmp_path, "longctx_check", "check.py", "--data")
     assert wrong.returncode == 1, wrong.stderr
     assert wrong.stdout.startswith("data: labels are not the tokens of the input: ")

@@ -5,7 +5,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+from transformers import DataCollatorWithFlattening, PreTrainedTokenizerFast
 
 from longctx.check import Data
 
@@ -28,7 +28,7 @@ def data() -> Data:
     rows = [row_of(text, tokenizer) for text in texts]
 
     # PUT YOURS HERE: your collator.
-    collate = DataCollatorForSeq2Seq(tokenizer)
+    collate = DataCollatorWithFlattening()
     return Data(rows, collate, tokenizer, texts=texts, rows_per_batch=2)
 
 
@@ -38,8 +38,10 @@ def row_of(messages: list[dict[str, str]], tokenizer: Any) -> dict[str, list[int
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     ids = made["input_ids"]
-    trained = made["assistant_masks"]
-    labels = [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
+    labels = [-100] * len(ids)
+    for place, is_trained in enumerate(made["assistant_masks"]):
+        if is_trained:
+            labels[place] = ids[place]
     return {"input_ids": ids, "labels": labels}
 
 
