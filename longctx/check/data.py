@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from .data_batches import Batch, Data, DataOfTrainer, batches_of, batches_of_trainer, first_rows
-from .data_documents import has_ids, says_documents
+from .data_documents import has_ids, has_text, says_documents
 from .data_places import places_of
 from .data_read import Read
 from .data_roles import Tokenizer
@@ -124,7 +124,10 @@ def _data_of(made: Any) -> Data | DataOfTrainer:
 
 
 def _read_trainer(data: DataOfTrainer) -> Read:
-    """Reads the batches of a Trainer. Raises CheckError if it has no tokenizer."""
+    """Reads the batches of a Trainer. Raises CheckError if it has no tokenizer, or its model an
+    encoder."""
+    if getattr(data.trainer.model.config, "is_encoder_decoder", False):
+        raise CheckError("the Trainer's model has an encoder: its labels are not of its input")
     processor = data.trainer.processing_class
     if processor is None:
         raise CheckError("the Trainer has no tokenizer: pass processing_class")
@@ -139,10 +142,11 @@ def _read_trainer(data: DataOfTrainer) -> Read:
 
 
 def _read_data(data: Data) -> Read:
-    """Reads the batches of a collator. Rows without token ids are texts."""
+    """Reads the batches of a collator. Rows that have texts beside token ids, or no token ids, are
+    also the texts."""
     rows = first_rows(data)
     texts = data.texts
-    if not texts and rows and not has_ids(rows[0]):
+    if not len(texts) and rows and (has_text(rows[0]) or not has_ids(rows[0])):
         texts = rows
     unread = len(data.rows) - len(rows)
     batches = list(batches_of(data))
@@ -163,8 +167,8 @@ def _read(
     asked = Tokenizer(tokenizer)
     known: Texts | None = None
     if len(texts):
-        known = Texts(texts, tokenizer=tokenizer, bos=asked.bos)
-    documents = documents_in(batches, known, tokenizer)
+        known = Texts(texts, asked)
+    documents = documents_in(batches, known, asked)
     places = []
     marked = []
     for batch, of_batch in zip(batches, documents, strict=True):

@@ -88,7 +88,7 @@ class Batch:
 def batch_of(rows: list[Any], collated: Any) -> Batch:
     """Returns a batch of what a collator returned. Raises CheckError if it has no token ids, or no
     labels."""
-    given = {name: _on_cpu(value) for name, value in dict(collated).items()}
+    given = {name: _tensor(value) for name, value in dict(collated).items()}
     for name in ("input_ids", "labels"):
         if given.get(name) is None:
             raise CheckError(f"the collator returned no {name}, but {', '.join(given)}")
@@ -169,7 +169,10 @@ def _shifted_back(shifted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _on_cpu(value: Any) -> Any:
+def _tensor(value: Any) -> Any:
+    """Returns a tensor, or an array of numpy, as a tensor on the CPU, and all else as it is."""
+    if hasattr(value, "__array__"):
+        value = torch.as_tensor(value)
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     return value

@@ -37,6 +37,13 @@ def has_ids(row: Any) -> bool:
     return isinstance(row[0], int) or has_ids(row[0])
 
 
+def has_text(row: Any) -> bool:
+    """Returns whether a row has a text beside its token ids."""
+    if not isinstance(row, Mapping):
+        return False
+    return "text" in row or "prompt" in row or bool(messages_of(row))
+
+
 def documents_of(row: Any) -> list[list[int]]:
     """Returns the token ids of a row, apart for each document that the row says it has: by
     `seq_lengths`, by positions that begin anew, or by numbers in its attention mask; without what
@@ -75,14 +82,16 @@ def says_documents(row: Any) -> bool:
 
 
 def ids_of_text(text: Any, tokenizer: Any) -> list[int]:
-    """Returns the token ids of a text, as the tokenizer and its chat template make them."""
+    """Returns the token ids of a text, as the tokenizer and its chat template make them. Raises
+    CheckError for a text that the template does not take."""
     messages = messages_of(text)
-    if messages:
+    if not messages:
+        return _numbers(tokenizer(_words_of(text))["input_ids"])
+    try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(_words_of(text))["input_ids"]
-    return _numbers(ids)
+    except Exception as error:  # jinja2's for what a template refuses, else ValueError
+        raise CheckError(f"the tokenizer's chat template does not take a text: {error}") from error
+    return _numbers(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def messages_of(text: Any) -> list[dict[str, Any]]:

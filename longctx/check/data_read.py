@@ -144,15 +144,15 @@ class Labels:
         wrong: fault → where.
         first: labels of first tokens of rows, which have no loss.
         next_unmarked: first tokens of documents that nothing marks, as targets.
-        masked: tokens of documents that are also padding, and no targets though the token before is
-            one.
+        lost_ends: tokens of documents that are also padding, and no targets though the token before
+            is one.
         trained_alike: such tokens that are targets.
     """
 
     wrong: dict[str, Where]
     first: int
     next_unmarked: Where | None
-    masked: Where | None
+    lost_ends: Where | None
     trained_alike: int
 
 
@@ -180,7 +180,7 @@ def labels_of(read: Read) -> Labels:
         kinds.of,
         first=first,
         next_unmarked=facts.of.get(NEXT_DOCUMENT),
-        masked=facts.of.get(ENDS),
+        lost_ends=facts.of.get(ENDS),
         trained_alike=trained_alike,
     )
 

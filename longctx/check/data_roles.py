@@ -15,10 +15,16 @@ TEMPLATE = "template"
 
 
 class Tokenizer:
-    """What is asked of a tokenizer of transformers."""
+    """What is asked of a tokenizer of transformers.
+
+    Attributes:
+        given: the tokenizer.
+        special: ids of special tokens.
+        bos, eos, pad: ids of the begin and end of a text, and of padding, or None.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.given = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {int(each) for each in tokenizer.all_special_ids}
         self.special |= {int(number) for number, token in added.items() if token.special}
@@ -29,14 +35,14 @@ class Tokenizer:
     def text(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""
         plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(list(ids), **plain))
+        return str(self.given.decode(list(ids), **plain))
 
     def offsets(self, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of tokens, and the begin and end of each in it. Where the text has other
         tokens, it is that of one token after another."""
         text = self.text(ids)
-        if getattr(self._tokenizer, "is_fast", False):
-            again = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if getattr(self.given, "is_fast", False):
+            again = self.given(text, add_special_tokens=False, return_offsets_mapping=True)
             if list(again["input_ids"]) == list(ids):
                 return text, [(begin, end) for begin, end in again["offset_mapping"]]
         text = ""
@@ -61,7 +67,7 @@ class Roles:
         text, _ = self._tokenizer.offsets(ids)
         at = 0
         before = ""
-        for role, content in _contents(messages):
+        for role, content in contents_of(messages):
             begin = text.find(content, at)
             if begin < 0:
                 return
@@ -93,7 +99,7 @@ class Roles:
         found = list[tuple[str, int, int]]()
         at = 0
         before = ""
-        for role, content in _contents(messages):
+        for role, content in contents_of(messages):
             begin = self._begin(text, content, at=at, after=(before, role))
             if begin is None and self._has_all(text, at):
                 return None
@@ -142,7 +148,7 @@ class Roles:
                 roles[number] = before
 
 
-def _contents(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def contents_of(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Returns role and text of messages that have some."""
     found = []
     for message in messages:

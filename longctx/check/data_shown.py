@@ -94,9 +94,9 @@ class Words:
         if not any(self._read.targets):
             yield Finding(NOTHING, "no token of a batch is a target")
         if self._masks_ends():
-            assert self._labels.masked is not None
+            assert self._labels.lost_ends is not None
             name = self._read.tokenizer.text([self._read.tokenizer.pad or 0])
-            yield Finding(ENDS, f"{self._labels.masked}, all {name}; give padding its own token")
+            yield Finding(ENDS, f"{self._labels.lost_ends}, all {name}; give padding its own token")
         yield from self._of_documents()
         yield from self._of_scale()
 
@@ -134,9 +134,9 @@ class Words:
     def _masks_ends(self) -> bool:
         """Returns whether all tokens that are also padding are no targets, though rows have no
         labels that say so."""
-        if self._labels.masked is None or self._labels.trained_alike:
+        if self._labels.lost_ends is None or self._labels.trained_alike:
             return False
-        batch = self._read.batches[self._labels.masked.batch]
+        batch = self._read.batches[self._labels.lost_ends.batch]
         of_rows = [row["labels"] for row in batch.rows if isinstance(row, dict) and "labels" in row]
         return not of_rows or any(self._read.tokenizer.pad in list(labels) for labels in of_rows)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from .data_batches import Batch
 from .data_documents import common_length, documents_of, has_ids, ids_of_text, messages_of
+from .data_roles import Tokenizer, contents_of
+from .errors import CheckError
 
 MOST_ADDED = 4
 """Tokens that a trainer may add to what a template makes of a text, as the end of texts."""
@@ -85,10 +87,11 @@ class Texts:
         ids: of each text.
     """
 
-    def __init__(self, texts: Sequence[Any], tokenizer: Any, bos: int | None) -> None:
-        self._bos = bos
+    def __init__(self, texts: Sequence[Any], tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bos = tokenizer.bos
         self.messages = [messages_of(text) for text in texts]
-        self.ids = [ids_of_text(text, tokenizer) for text in texts]
+        self.ids = [_ids_if_any(text, tokenizer.given) for text in texts]
         self._sorted = Sorted(self.ids)
         self._without_begins = Sorted([self._without_begin(ids) for ids in self.ids])
         self._firsts = {ids[0] for ids in self.ids if ids}
@@ -116,10 +119,20 @@ class Texts:
         is_part = count < len(theirs)
         return Document(ids, text=number, count=count, is_part=is_part, is_cut=is_part)
 
+    def are_in(self, documents: Sequence[Document]) -> bool:
+        """Returns whether the messages of each text are in the document of the same number, as
+        where rows come from a template that is not the tokenizer's."""
+        for messages, document in zip(self.messages, documents, strict=True):
+            words = self._tokenizer.text(document.ids)
+            contents = contents_of(messages)
+            if not contents or any(content not in words for _, content in contents):
+                return False
+        return True
+
     def split(self, ids: list[int]) -> list[Document]:
         """Returns the texts, and parts of texts, that follow each other in a row: whole ones, the
-        end of one before these, and the begin of one after them. Returns the row itself if they are
-        less than half of it."""
+        end of one before these, and the begin of one after them. Returns the row itself if it has
+        more than a trainer may add to these."""
         whole = self._whole_ones(ids)
         if whole:
             first, _ = whole[0]
@@ -130,7 +143,7 @@ class Texts:
         else:
             found = self._in_the_middle(ids) or self._end_and_begin(ids)
         known = sum(len(document.ids) for document in found)
-        if 2 * known < len(ids):
+        if len(ids) - known > MOST_ADDED * len(found):
             return [Document(ids)]
         return found
 
@@ -221,8 +234,18 @@ class Texts:
         return ids[begin:]
 
 
+def _ids_if_any(text: Any, tokenizer: Any) -> list[int]:
+    """Returns the token ids of a text; none if the tokenizer has no template for it."""
+    try:
+        return ids_of_text(text, tokenizer)
+    except CheckError:
+        if messages_of(text):
+            return []
+        raise
+
+
 def documents_in(
-    batches: Sequence[Batch], texts: Texts | None, tokenizer: Any
+    batches: Sequence[Batch], texts: Texts | None, tokenizer: Tokenizer
 ) -> list[list[Document]]:
     """Returns the documents of the rows of each batch. `texts`: what these were made of, if it is
     known; if a row is none of them, rows are parted where texts are."""
@@ -233,12 +256,17 @@ def documents_in(
             if has_ids(row):
                 of_batch += documents_of(row)
             else:
-                of_batch.append(ids_of_text(row, tokenizer))
+                of_batch.append(ids_of_text(row, tokenizer.given))
         of_batches.append(of_batch)
     if texts is None:
         return [[Document(ids) for ids in of_batch] for of_batch in of_batches]
     found = [[texts.document(ids) for ids in of_batch] for of_batch in of_batches]
-    if all(document.text is not None for of_batch in found for document in of_batch):
+    every = [document for of_batch in found for document in of_batch]
+    if all(document.text is not None for document in every):
+        return found
+    if len(every) == len(texts.ids) and texts.are_in(every):
+        for number, document in enumerate(every):
+            document.text = number
         return found
     return [_parted(documents, texts) for documents in found]
 

@@ -17,6 +17,8 @@ from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -745,6 +747,68 @@ def test_roles_are_those_that_templates_mark(family: str) -> None:
             if role == "assistant":
                 assert is_marked, where
     assert known >= len(kind.conversations) - 3
+
+
+OTHER_TEMPLATE = (
+    "{% for message in messages %}[U] w0 w0 w0 w0 w0 {{ message.content }} [E] {% endfor %}"
+)
+
+
+def test_rows_of_another_template_than_the_tokenizers() -> None:
+    """Their texts are known by their order, and roles by their messages."""
+    other = tokenizer()
+    other.chat_template = OTHER_TEMPLATE
+    rows = as_conversations(other)
+    collate = DataCollatorWithFlattening()
+    without = tokenizer()
+    without.chat_template = None
+    for made_by in (tokenizer(), without, other):
+        report = check_data(Data(rows, collate, made_by, texts=TEXTS))
+        assert report.findings == []
+        words = "\n".join(report.facts)
+        assert re.search(r"assistant (\d+) of \1\b.*user (\d+) of \2\b", words), words
+        assert "no text" not in words and "no row" not in words and "nothing marks" not in words
+    few = check_data(Data(rows[1:], collate, without, texts=TEXTS))
+    assert "documents of no text, as the tokenizer's template makes it: 11" in few.facts
+    with pytest.raises(CheckError, match="template does not take a text"):
+        check_data(Data(TEXTS, lambda texts: padded(rows), without))
+
+
+def test_a_row_that_has_more_than_its_text_is_one_document() -> None:
+    made_by = tokenizer()
+    rows = as_conversations(made_by)
+    for row in rows[:4]:
+        row["input_ids"] = [5, 6, 7, 8, 9, 10, 11, *row["input_ids"]]
+        row["labels"] = [-100] * 7 + row["labels"]
+    report = check_data(Data(rows[:5], padded, made_by, texts=TEXTS))
+    words = "\n".join(report.facts)
+    assert "nothing marks" not in words and "read: 5 documents in 5 rows" in words
+
+
+def test_rows_that_have_texts_beside_ids_need_no_others() -> None:
+    made_by = tokenizer()
+    rows = [{**row, **text} for row, text in zip(as_conversations(made_by), TEXTS, strict=True)]
+    report = check_data((rows, arrays, made_by))
+    assert report.findings == []
+    assert any(fact.startswith("trained by role: ") for fact in report.facts)
+    plain = [{**row, "text": "w1 w2"} for row in rows_of((3,))]
+    assert "rows of several documents" not in check_data((plain, padded, made_by)).not_tested
+
+
+def arrays(rows: Rows) -> Batch:
+    return {name: value.numpy() for name, value in padded(rows).items()}
+
+
+def test_models_with_an_encoder_are_refused() -> None:
+    steps = TrainingArguments(**arguments(per_device_train_batch_size=3))
+    config = T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8, vocab_size=64)
+    model = T5ForConditionalGeneration(config)
+    made = Trainer(model, steps, padded, rows_of((3,)), processing_class=tokenizer())
+    with pytest.raises(CheckError, match="has an encoder"):
+        check_data(made)
+    made = Trainer(Probe().model("llama"), steps, padded, rows_of((3,)))
+    with pytest.raises(CheckError, match="pass processing_class"):
+        check_data(made)
 
 
 def test_the_picture_shows_what_is_trained() -> None:
