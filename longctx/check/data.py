@@ -13,7 +13,15 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from .data_batches import Batch, Data, DataOfTrainer, batches_of, batches_of_trainer, first_rows
+from .data_batches import (
+    Batch,
+    Data,
+    DataOfTrainer,
+    batches_of,
+    batches_of_trainer,
+    first_rows,
+    has_own_loss,
+)
 from .data_documents import has_ids, has_text, says_documents
 from .data_places import places_of
 from .data_read import Read
@@ -124,8 +132,10 @@ def _data_of(made: Any) -> Data | DataOfTrainer:
 
 
 def _read_trainer(data: DataOfTrainer) -> Read:
-    """Reads the batches of a Trainer. Raises CheckError if it has no tokenizer, or its model an
-    encoder."""
+    """Reads the batches of a Trainer. Raises CheckError if it has no tokenizer, its model an
+    encoder, or the process several GPUs."""
+    if data.trainer.args.n_gpu > 1:
+        raise CheckError("this process has several GPUs: set CUDA_VISIBLE_DEVICES=0")
     if getattr(data.trainer.model.config, "is_encoder_decoder", False):
         raise CheckError("the Trainer's model has an encoder: its labels are not of its input")
     processor = data.trainer.processing_class
@@ -138,7 +148,13 @@ def _read_trainer(data: DataOfTrainer) -> Read:
     if hasattr(rows, "__len__"):
         read = sum(len(batch.rows) for batch in batches)
         unread = max(0, len(rows) - read)
-    return _read(batches, tokenizer=tokenizer, texts=data.texts, unread=unread, by_trainer=True)
+    return _read(
+        batches,
+        tokenizer=tokenizer,
+        texts=data.texts,
+        unread=unread,
+        divided_by_trainer=not has_own_loss(data.trainer),
+    )
 
 
 def _read_data(data: Data) -> Read:
@@ -150,7 +166,13 @@ def _read_data(data: Data) -> Read:
         texts = rows
     unread = len(data.rows) - len(rows)
     batches = list(batches_of(data))
-    return _read(batches, tokenizer=data.tokenizer, texts=texts, unread=unread, by_trainer=False)
+    return _read(
+        batches,
+        tokenizer=data.tokenizer,
+        texts=texts,
+        unread=unread,
+        divided_by_trainer=False,
+    )
 
 
 def _read(
@@ -159,7 +181,7 @@ def _read(
     tokenizer: Any,
     texts: Sequence[Any],
     unread: int,
-    by_trainer: bool,
+    divided_by_trainer: bool,
 ) -> Read:
     """Returns batches with what follows of each. Raises CheckError if there is none."""
     if not batches:
@@ -183,6 +205,6 @@ def _read(
         marked=marked,
         tokenizer=asked,
         texts=known,
-        by_trainer=by_trainer,
+        divided_by_trainer=divided_by_trainer,
         unread=unread,
     )

@@ -58,8 +58,8 @@ class Batch:
         rows: what the collator was given.
         ids, labels: [rows, tokens]; labels are -100 where a token is no target.
         given: all that the collator returned, by name.
-        counted: number that a Trainer divides the sum of losses by; None without a Trainer, or
-            where its model takes means.
+        counted: number that a Trainer divides the sum of losses by; None without a Trainer, where
+            the loss is the user's, or where the model takes means.
     """
 
     rows: list[Any]
@@ -122,11 +122,13 @@ def batches_of_trainer(data: DataOfTrainer) -> Iterator[Batch]:
     trained."""
     trainer = data.trainer
     made = list[list[Any]]()
+    own_loss = has_own_loss(trainer)
     read = 0
     with _recorded(trainer, made):
         for number, collated in enumerate(trainer.get_train_dataloader()):
             batch = batch_of(made[number], collated)
-            batch.counted = _counted(trainer, collated)
+            if not own_loss:
+                batch.counted = _counted(trainer, collated)
             yield batch
             read += len(made[number])
             if read >= data.most_rows:
@@ -155,10 +157,23 @@ def _recorded(trainer: Any, made: list[list[Any]]) -> Iterator[None]:
         trainer.args = args
 
 
+def has_own_loss(trainer: Any) -> bool:
+    """Returns whether the loss of a Trainer is that of no class of transformers or TRL."""
+    losses = (type(trainer).compute_loss, trainer.compute_loss_func)
+    return any(loss is not None and not _is_theirs(loss) for loss in losses)
+
+
+def _is_theirs(loss: Any) -> bool:
+    package, _, _ = str(getattr(loss, "__module__", "")).partition(".")
+    return package in ("transformers", "trl")
+
+
 def _counted(trainer: Any, collated: Any) -> int | None:
     """Returns `num_items_in_batch` of a micro-batch that is a step of its own."""
     count = trainer._get_num_items_in_batch([collated], trainer.args.device)
-    return None if count is None else int(count)
+    if count is None:
+        return None
+    return int(count)
 
 
 def _shifted_back(shifted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Where documents, padding and added tokens are in a batch, and who should see whom."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,6 +40,15 @@ class Places:
     padding: torch.Tensor
     added: torch.Tensor
     placing: Placing
+
+    @property
+    def placed(self) -> Counter[int]:
+        """How many tokens of each document are there, of those that are there at all."""
+        found = Counter[int]()
+        for _, piece in self.pieces:
+            if piece.document is not None:
+                found[piece.document] += piece.end - piece.begin
+        return found
 
     @property
     def unknown(self) -> int:

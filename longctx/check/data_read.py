@@ -34,7 +34,7 @@ class Read:
 
     Attributes:
         texts: what documents were made of, if it is known.
-        by_trainer: whether a Trainer made the batches.
+        divided_by_trainer: whether a Trainer, and no loss of the user's, divides the sum of losses.
         unread: rows that were not read.
     """
 
@@ -44,7 +44,7 @@ class Read:
     marked: list[bool]
     tokenizer: Tokenizer
     texts: Texts | None
-    by_trainer: bool
+    divided_by_trainer: bool
     unread: int
 
     @cached_property
@@ -287,9 +287,11 @@ def totals_of(read: Read) -> Totals:
         added_targets += int((batch.targets.flatten() & places.added).sum())
     lost = list[int]()
     for places, documents in zip(read.places, read.documents, strict=True):
-        for number, end in places.placing.parts.items():
-            if end < len(documents[number].ids):
-                lost.append(len(documents[number].ids) - end)
+        placed = places.placed
+        for number in places.placing.parts:
+            missing = len(documents[number].ids) - placed[number]
+            if missing:
+                lost.append(missing)
     return Totals(
         rows=sum(len(batch.ids) for batch in read.batches),
         tokens=sum(batch.ids.numel() for batch in read.batches),

@@ -81,7 +81,9 @@ class Words:
         self.not_tested = dict(self._not_tested())
         self.findings = sorted(self._faults(), key=lambda finding: KINDS.index(finding.kind))
         self.facts = list(self._facts())
-        self.picture = list(_picture(read))
+        self.picture = list[str]()
+        if not self._is_shifted:
+            self.picture += _picture(read)
 
     def _faults(self) -> Iterator[Finding]:
         for kind in SIGHTS:
@@ -99,6 +101,11 @@ class Words:
             yield Finding(ENDS, f"{self._labels.lost_ends}, all {name}; give padding its own token")
         yield from self._of_documents()
         yield from self._of_scale()
+
+    @property
+    def _is_shifted(self) -> bool:
+        """Returns whether labels are other tokens' than those that they stand at."""
+        return SHIFTED in self._labels.wrong
 
     @property
     def _known(self) -> list[str]:
@@ -186,7 +193,8 @@ class Words:
         )
         yield from self._facts_of_sight()
         yield from self._facts_of_labels()
-        yield from _facts_of_ends(self._read)
+        if not self._is_shifted:
+            yield from _facts_of_ends(self._read)
         yield from _facts_of_count(self._read, self._labels)
         yield from _facts_of_texts(self._read, totals)
 
@@ -208,8 +216,8 @@ class Words:
             if self._read.texts is not None or all(self._read.marked):
                 unit = "document"
             yield (
-                f"who sees whom: tokens see what is before them in their {unit}, and nothing else "
-                f"({', '.join(self._known)})"
+                f"who sees whom: tokens see what is before them in their {unit}, and no other "
+                f"{unit} or padding ({', '.join(self._known)})"
             )
 
     def _facts_of_labels(self) -> Iterator[str]:
@@ -217,7 +225,7 @@ class Words:
         targets = sum(self._read.targets)
         yield f"trained: {targets:,} of {totals.tokens - totals.padding:,} tokens"
         trained = trained_roles(self._read)
-        if trained.tokens:
+        if trained.tokens and not self._is_shifted:
             yield f"trained by role: {_by_role(trained)}"
         if trained.unknown:
             documents = _many(trained.unknown, "document")
@@ -281,7 +289,7 @@ def _facts_of_count(read: Read, labels: Labels) -> Iterator[str]:
 
 def _divided(read: Read) -> str:
     """Returns by what a Trainer divides the sum of losses, in words that follow others."""
-    if not read.by_trainer:
+    if not read.divided_by_trainer:
         return ""
     counted = [batch.counted for batch in read.batches]
     if None in counted:

@@ -484,6 +484,15 @@ def in_two_rows(rows: Rows) -> Batch:
     return {name: torch.cat([first[name], second[name]]) for name in first}
 
 
+def test_labels_that_are_shifted_have_no_picture() -> None:
+    """As they stand at other tokens than their own."""
+    report = check_data(Data(rows_of((7, 3, 5)), shifted, tokenizer()))
+    assert report.picture == []
+    assert not any(fact.startswith("ends") for fact in report.facts)
+    right = check_data(Data(rows_of((7, 3, 5)), padded, tokenizer()))
+    assert len(right.picture) == 2
+
+
 def test_readings_that_differ_are_said() -> None:
     rows = rows_of((7, 3, 8, 2))
     apart = Data(rows, in_two_rows, tokenizer())
@@ -797,6 +806,31 @@ def test_rows_that_have_texts_beside_ids_need_no_others() -> None:
 
 def arrays(rows: Rows) -> Batch:
     return {name: value.numpy() for name, value in padded(rows).items()}
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_not_said_to_divide() -> None:
+    class Own(Trainer):  # type: ignore[misc]  # transformers is untyped here
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            return super().compute_loss(*given, **named)
+
+    steps = TrainingArguments(**arguments(per_device_train_batch_size=3))
+    model = Probe().model("gpt2")
+    made = Own(model, steps, padded, rows_of((7, 3, 5)), processing_class=tokenizer())
+    report = check_data(made)
+    assert report.findings == []
+    assert "N: 12 targets in a batch, 12 in all" in report.facts
+
+
+def test_documents_that_a_collator_cuts() -> None:
+    rows = rows_of((9, 4, 7))
+    for cut in (slice(None, 5), slice(-5, None)):
+
+        def collate(given: Rows, cut: slice = cut) -> Batch:
+            return padded([{name: ids[cut] for name, ids in row.items()} for row in given])
+
+        report = check_data(Data(rows, collate, tokenizer()))
+        assert report.findings == []
+        assert "cut documents: 2, of which 6 tokens are in no batch" in report.facts
 
 
 def test_models_with_an_encoder_are_refused() -> None:
