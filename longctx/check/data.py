@@ -196,7 +196,7 @@ def _read(
     for batch, of_batch in zip(batches, documents, strict=True):
         ids = [document.ids for document in of_batch]
         places.append(places_of(batch, ids, asked))
-        says = any(has_ids(row) and says_documents(row) for row in batch.rows)
+        says = any(has_ids(row) and says_documents(row, asked) for row in batch.rows)
         marked.append(says or any(marks(batch)))
     return Read(
         batches,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .data_roles import Tokenizer
 from .errors import CheckError
 
 SHORTEST_PART = 2
@@ -44,41 +45,57 @@ def has_text(row: Any) -> bool:
     return "text" in row or "prompt" in row or bool(messages_of(row))
 
 
-def documents_of(row: Any) -> list[list[int]]:
+def documents_of(row: Any, tokenizer: Tokenizer) -> list[list[int]]:
     """Returns the token ids of a row, apart for each document that the row says it has: by
     `seq_lengths`, by positions that begin anew, or by numbers in its attention mask; without what
-    this mask leaves out. A list of rows has the documents of all."""
+    this mask leaves out, and without padding at an end. A list of rows has the documents of all."""
     if isinstance(row, list) and isinstance(row[0], int):
         return [row]
     if isinstance(row, list):
-        return [document for each in row for document in documents_of(each)]
+        return [document for each in row for document in documents_of(each, tokenizer)]
     ids = _numbers(row["input_ids"])
     if row.get("seq_lengths") is not None:
         return _split(ids, _numbers(row["seq_lengths"]))
-    if row.get("attention_mask") is None and row.get("position_ids") is None:
-        return [ids]
-    mask = [1] * len(ids)
+    begin, end = _without_padding(ids, tokenizer)
+    numbers = [1] * len(ids)
     if row.get("attention_mask") is not None:
-        mask = _numbers(row["attention_mask"])
+        numbers = _numbers(row["attention_mask"])
     positions = list(range(len(ids)))
     if row.get("position_ids") is not None:
         positions = _numbers(row["position_ids"])
     found = list[list[int]]()
     before = None
-    for token, number, position in zip(ids, mask, positions, strict=True):
-        if number and before == (number, position - 1):
-            found[-1].append(token)
+    for place in range(begin, end):
+        number = numbers[place]
+        if number and before == (number, positions[place] - 1):
+            found[-1].append(ids[place])
         elif number:
-            found.append([token])
-        before = (number, position)
+            found.append([ids[place]])
+        before = (number, positions[place])
     return found
 
 
-def says_documents(row: Any) -> bool:
+def _without_padding(ids: list[int], tokenizer: Tokenizer) -> tuple[int, int]:
+    """Returns the begin and end of a row without padding before or after it. One token of it alone
+    is the begin or the end of a text if it may be."""
+    begin = 0
+    end = len(ids)
+    while begin < end and ids[begin] == tokenizer.pad:
+        begin += 1
+    while end > begin and ids[end - 1] == tokenizer.pad:
+        end -= 1
+    if begin == 1 and tokenizer.pad == tokenizer.bos:
+        begin = 0
+    if end == len(ids) - 1 and tokenizer.pad == tokenizer.eos:
+        end = len(ids)
+    return begin, end
+
+
+def says_documents(row: Any, tokenizer: Tokenizer) -> bool:
     """Returns whether a row says where its documents begin: it has several, or `seq_lengths`."""
     if isinstance(row, list):
-        return not isinstance(row[0], int) and any(says_documents(each) for each in row)
-    return row.get("seq_lengths") is not None or len(documents_of(row)) > 1
+        return not isinstance(row[0], int) and any(says_documents(each, tokenizer) for each in row)
+    return row.get("seq_lengths") is not None or len(documents_of(row, tokenizer)) > 1
 
 
 def ids_of_text(text: Any, tokenizer: Any) -> list[int]:

@@ -254,7 +254,7 @@ def documents_in(
         of_batch = list[list[int]]()
         for row in batch.rows:
             if has_ids(row):
-                of_batch += documents_of(row)
+                of_batch += documents_of(row, tokenizer)
             else:
                 of_batch.append(ids_of_text(row, tokenizer.given))
         of_batches.append(of_batch)

@@ -42,7 +42,7 @@ from longctx.check.data_labels import (
 from longctx.check.data_places import CUT, HIDDEN, LATER, MIXED, SEES_PADDING, places_of
 from longctx.check.data_roles import Roles, Tokenizer
 from longctx.check.data_shown import MISSING, REPEATED, SCALE
-from longctx.check.data_sight import FLASH, READINGS, UNSEEN, sight
+from longctx.check.data_sight import FLASH, READINGS, UNSEEN, marks, sight
 from longctx.check.trainer import arguments
 from longctx.cli import main
 from tests.check.test_flash_attn_cpu import flash, padding
@@ -263,6 +263,30 @@ def test_readings_of_unknown_kinds_are_not_judged() -> None:
     }
 
 
+MARKS: dict[str, tuple[Batch, list[str]]] = {
+    "nothing": ({}, []),
+    "positions": ({"position_ids": [positions_of(3, 5)]}, ["position_ids"]),
+    "positions of one document": ({"position_ids": [positions_of(8)]}, []),
+    "positions that are no document's": (
+        {"attention_mask": [[0, 0, *[1] * 6]], "position_ids": [[1, 1, *positions_of(6)]]},
+        [],
+    ),
+    "numbers": ({"attention_mask": [[1, 1, 1, 2, 2, 2, 0, 0]]}, ["attention_mask"]),
+    "ones": ({"attention_mask": [[1] * 6 + [0] * 2]}, []),
+    "indices": ({"seq_idx": [[0] * 3 + [1] * 5]}, ["seq_idx"]),
+    "one index": ({"seq_idx": [[0] * 8]}, []),
+    "lengths": (lengths_given(3, 5), ["cu_seq_lens_q"]),
+    "lengths of one": (lengths_given(8), []),
+    "four dimensions": ({"attention_mask": blocks(3, 5, dtype=torch.bool)}, ["attention_mask"]),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_what_says_that_a_row_has_several_documents(name: str) -> None:
+    given, expected = MARKS[name]
+    assert list(marks(batch_of([], batch_with(given)))) == expected
+
+
 # --- where documents are
 
 
@@ -323,6 +347,14 @@ def padded_at_the_left(rows: Rows) -> Batch:
 
 def left_without_mask(rows: Rows) -> Batch:
     return padded([without_first_label(row) for row in rows], left=True, mask=False)
+
+
+def left_in_four(rows: Rows) -> Batch:
+    """A mask that hides later tokens alone."""
+    batch = padded_at_the_left(rows)
+    count, width = batch["input_ids"].shape
+    seen = torch.ones(count, 1, width, width, dtype=torch.bool).tril()
+    return batch | {"attention_mask": seen}
 
 
 def without_labels(rows: Rows) -> Batch:
@@ -427,6 +459,12 @@ FAULTS: dict[str, tuple[Callable[[Rows], Batch], Callable[[Rows], Batch], str, l
         "",
         [SEES_PADDING],
     ),
+    "padding is seen, four dimensions": (
+        padded_at_the_left,
+        left_in_four,
+        "sdpa",
+        [SEES_PADDING],
+    ),
     "a hole in the mask": (padded, with_hole, "", [HIDDEN]),
     "first tokens have labels": (
         joined,
@@ -482,6 +520,46 @@ def in_two_rows(rows: Rows) -> Batch:
     first = joined(rows[:2])
     second = joined(rows[2:])
     return {name: torch.cat([first[name], second[name]]) for name in first}
+
+
+def test_a_separator_is_no_padding() -> None:
+    """An end that a collator adds between documents, though padding is the same token."""
+    made_by = tokenizer()
+    made_by.pad_token_id = END
+    rows = [
+        {"input_ids": row["input_ids"][:-1], "labels": row["labels"][:-1]}
+        for row in rows_of((7, 5))
+    ]
+
+    def separated(given: Rows) -> Batch:
+        ids = [*given[0]["input_ids"], END, *given[1]["input_ids"], END]
+        return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids])}
+
+    report = check_data(Data(rows, separated, made_by))
+    assert report.findings == []
+    words = "\n".join(report.facts)
+    assert "no document and no padding: 2, 2 of them targets" in words
+    assert "special tokens at the end of 2 documents, mostly [E], 2 of them targets" in words
+
+
+def test_rows_may_be_padded_before_they_are_collated() -> None:
+    """Positions of padding are all 0 there, as in packed rows of LLaMA-Factory."""
+    row = {
+        "input_ids": [*range(5, 10), END, *range(10, 13), END, PAD, PAD, PAD],
+        "labels": [-100, *range(6, 10), END, -100, 11, 12, END, -100, -100, -100],
+        "position_ids": [*positions_of(6, 4), 0, 0, 0],
+    }
+    whole = partial(columns, names=("input_ids", "labels", "position_ids"))
+    report = check_data(Data([row], whole, tokenizer()))
+    assert report.findings == []
+    assert report.facts[0] == "read: 2 documents in 1 row of 1 batch: 13 tokens, 3 of padding"
+    del row["position_ids"]
+    report = check_data(Data([row], partial(columns, names=("input_ids", "labels")), tokenizer()))
+    assert report.facts[0] == "read: 1 document in 1 row of 1 batch: 13 tokens, 3 of padding"
+
+
+def columns(rows: Rows, names: Sequence[str]) -> Batch:
+    return {name: torch.tensor([row[name] for row in rows]) for name in names}
 
 
 def test_labels_that_are_shifted_have_no_picture() -> None:
@@ -600,6 +678,29 @@ def test_padding_that_is_the_end_of_texts() -> None:
     report = check_data(Data(rows, DataCollatorForSeq2Seq(made_by), made_by))
     assert report.status == 0
     assert any("nothing trains a model to stop there: 12" in fact for fact in report.facts)
+
+
+def test_ends_that_are_lost_are_those_after_targets() -> None:
+    made_by = tokenizer()
+    made_by.pad_token = made_by.eos_token
+    ids = [USER, 5, 6, END, 7, 8, END]
+
+    def collate(rows: Rows) -> Batch:
+        return {
+            "input_ids": torch.tensor([ids]),
+            "labels": torch.tensor([[-100] * 4 + [7, 8, -100]]),
+        }
+
+    (finding,) = check_data(Data([{"input_ids": ids}], collate, made_by)).findings
+    assert finding.kind == ENDS
+    assert finding.details.startswith("token 6 of row 0 of batch 0, all [E]")
+
+
+def test_a_begin_that_is_also_padding_is_no_lost_end() -> None:
+    made_by = tokenizer()
+    made_by.pad_token = made_by.bos_token = made_by.eos_token
+    rows = [{"input_ids": [END, 5, 6]}, {"input_ids": [END, 7, 8, 9]}]
+    assert kinds_of(Data(rows, DataCollatorWithFlattening(), made_by)) == []
 
 
 def test_a_begin_that_is_there_twice() -> None:
