@@ -75,13 +75,10 @@ def is_shifted(batch: Batch) -> bool:
 
 
 def _begins(batch: Batch, places: Places) -> torch.Tensor:
-    """Returns the first tokens of documents that are not first in their row."""
+    """Returns the first tokens of documents, and of parts of some, that are not first in their
+    row."""
     tokens = batch.ids.shape[1]
-    found = [
-        row * tokens + piece.begin
-        for row, piece in places.pieces
-        if piece.begin and not piece.offset
-    ]
+    found = [row * tokens + piece.begin for row, piece in places.pieces if piece.begin]
     return torch.tensor(found, dtype=torch.long)
 
 
