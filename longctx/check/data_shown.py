@@ -1,6 +1,8 @@
 """What batches are like, in words: faults, facts, and a picture of what is trained."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+
+import torch
 
 from .data_batches import Batch
 from .data_labels import (
@@ -27,7 +29,7 @@ from .data_read import (
     trained_roles,
 )
 from .data_roles import Tokenizer
-from .data_sight import ADDING, FLASH, marks, readings_of
+from .data_sight import ADDING, FLASH, HIDES, marks, readings_of
 from .data_texts import left_of
 from .verdict import Finding
 
@@ -90,7 +92,7 @@ class Words:
             wrong = self._wrong_readings(kind)
             if wrong and len(wrong) == len(self._known):
                 where = self._sights.wrong[wrong[0]][kind]
-                yield Finding(kind, f"{where}{self._cause(kind, where, wrong)}")
+                yield Finding(kind, f"{where}{self._cause(kind, where, wrong[0])}")
         for kind, where in self._labels.wrong.items():
             yield Finding(kind, f"{where}{HINTS.get(kind, '')}")
         if not any(self._read.targets):
@@ -115,28 +117,28 @@ class Words:
     def _wrong_readings(self, kind: str) -> list[str]:
         return [each for each in self._known if kind in self._sights.wrong[each]]
 
-    def _cause(self, kind: str, where: Where, readings: Sequence[str]) -> str:
-        """Returns why documents see each other, in words that follow others."""
+    def _cause(self, kind: str, where: Where, reading: str) -> str:
+        """Returns why tokens see what they should not under a reading, in words that follow
+        others."""
         batch = self._read.batches[where.batch]
         mask = batch.given.get("attention_mask")
         if mask is not None and mask.dim() == 4:
-            if readings[0] in ADDING and not mask.is_floating_point():
-                return f"; {readings[0]} adds this mask to scores, and it hides nothing"
-            return ""
+            return _cause_of_four(mask, reading)
         if kind != MIXED:
             return ""
         found = list(marks(batch))
         if "attention_mask" in found:
             return "; transformers reads numbers of attention_mask as 0 or 1"
-        if "position_ids" in found and mask is not None:
+        if not found:
+            return "; rows have several documents, and batches do not say where these begin"
+        if "position_ids" not in found:
+            return f"; {reading} does not part them by {', '.join(found)}"
+        is_hiding = not batch.not_padded.all()
+        if mask is not None and (is_hiding or reading != FLASH):
             return "; with an attention mask, positions that begin anew part nothing"
-        if "position_ids" in found and readings[0] == FLASH and len(batch.ids) > 1:
+        if reading == FLASH and len(batch.ids) > 1:
             return "; flash attention reads positions of batches of one row"
-        if "position_ids" in found:
-            return "; positions do not begin anew there"
-        if found:
-            return f"; {readings[0]} does not part them by {', '.join(found)}"
-        return "; rows have several documents, and batches do not say where these begin"
+        return "; positions do not begin anew there"
 
     def _masks_ends(self) -> bool:
         """Returns whether all tokens that are also padding are no targets, though rows have no
@@ -173,7 +175,8 @@ class Words:
             yield f"who sees whom in {', '.join(readings)}", reason
         if not self._readings:
             yield "who sees whom", f"attn_implementation {self._attention!r} is not known"
-        yield "the model", "attention, windows and losses of its own, and how it shifts labels"
+        of_model = "attention, windows and losses of its own, and how it shifts labels"
+        yield "the model", f"{of_model}: a check of a step tests these"
         if self._read.unknown:
             yield "missing documents", f"{self._read.unknown:,} tokens are in no row that was read"
         if self._read.texts is None and not all(self._read.marked):
@@ -216,8 +219,8 @@ class Words:
             if self._read.texts is not None or all(self._read.marked):
                 unit = "document"
             yield (
-                f"who sees whom: tokens see what is before them in their {unit}, and no other "
-                f"{unit} or padding ({', '.join(self._known)})"
+                f"who sees whom, in usual models: tokens see what is before them in their {unit}, "
+                f"and no other {unit} or padding ({', '.join(self._known)})"
             )
 
     def _facts_of_labels(self) -> Iterator[str]:
@@ -242,6 +245,14 @@ class Words:
             )
         if totals.without_target:
             yield f"documents without a target: {totals.without_target:,}"
+
+
+def _cause_of_four(mask: torch.Tensor, reading: str) -> str:
+    """Returns why a mask of four dimensions does not hide what it should, if it hides nothing."""
+    is_added = reading in ADDING or mask.is_floating_point()
+    if is_added and not (mask.double() <= HIDES).any():
+        return f"; {reading} adds this mask to scores, and it hides nothing"
+    return ""
 
 
 def _by_role(trained: Trained) -> str:

@@ -426,6 +426,17 @@ def with_lengths(rows: Rows, short: int = 0) -> Batch:
     return batch | lengths_given(*lengths)
 
 
+def with_lengths_alone(rows: Rows) -> Batch:
+    batch = with_lengths(rows)
+    del batch["position_ids"]
+    return batch
+
+
+def in_four_of_ones(rows: Rows) -> Batch:
+    batch = in_four(rows, dtype=torch.bool)
+    return batch | {"attention_mask": batch["attention_mask"].float()}
+
+
 def with_positions_inside(rows: Rows) -> Batch:
     batch = joined(rows)
     batch["position_ids"][0, 2:] = torch.tensor(positions_of(batch["position_ids"].shape[1] - 2))
@@ -520,6 +531,42 @@ def in_two_rows(rows: Rows) -> Batch:
     first = joined(rows[:2])
     second = joined(rows[2:])
     return {name: torch.cat([first[name], second[name]]) for name in first}
+
+
+CAUSES: dict[str, tuple[Callable[[Rows], Batch], str, str]] = {
+    "positions, and ones": (
+        partial(joined, ones=True),
+        "sdpa",
+        "with an attention mask, positions that begin anew part nothing",
+    ),
+    "numbers": (
+        partial(joined, numbers=True, positions=False),
+        "",
+        "transformers reads numbers of attention_mask as 0 or 1",
+    ),
+    "lengths": (with_lengths_alone, "eager", "eager does not part them by cu_seq_lens_q"),
+    "True and False": (
+        partial(in_four, dtype=torch.bool),
+        "eager",
+        "eager adds this mask to scores, and it hides nothing",
+    ),
+    "0 and 1": (
+        in_four_of_ones,
+        "sdpa",
+        "sdpa adds this mask to scores, and it hides nothing",
+    ),
+    "elsewhere": (restarted_once, "", "positions do not begin anew there"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is_said(name: str) -> None:
+    collate, attention, cause = CAUSES[name]
+    findings = check_data(
+        Data(rows_of((7, 3, 5)), collate, tokenizer(), attention=attention)
+    ).findings
+    assert findings[0].kind == MIXED
+    assert findings[0].details.endswith(f"; {cause}")
 
 
 def test_a_separator_is_no_padding() -> None:
@@ -650,7 +697,7 @@ def test_collators_of_transformers() -> None:
     for name, (taken, collate) in right.items():
         report = check_data(Data(taken, collate, made_by, texts=TEXTS))
         assert report.findings == [], name
-        said = "data: who sees whom: tokens see what is before them in their document"
+        said = "data: who sees whom, in usual models: tokens see what is before them in their doc"
         assert any(line.startswith(said) for line in report.lines()), name
     kwargs = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)
     for attention, kinds in (("flash_attention_2", []), ("sdpa", [MIXED]), ("", [])):
