@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from .data_batches import (
@@ -136,7 +137,7 @@ def _read_trainer(data: DataOfTrainer) -> Read:
     encoder, or the process several GPUs."""
     if data.trainer.args.n_gpu > 1:
         raise CheckError("this process has several GPUs: set CUDA_VISIBLE_DEVICES=0")
-    if getattr(data.trainer.model.config, "is_encoder_decoder", False):
+    if "decoder_input_ids" in signature(data.trainer.model.forward).parameters:
         raise CheckError("the Trainer's model has an encoder: its labels are not of its input")
     processor = data.trainer.processing_class
     if processor is None:

@@ -124,26 +124,41 @@ def wrong_sight(sight: Sight, places: Places, *, width: int) -> Iterator[tuple[s
 
 
 def _wrong_segments(segments: torch.Tensor, places: Places) -> Iterator[tuple[str, list[int]]]:
+    """Yields faults of tokens that see those of their segment."""
     in_piece = places.piece != FILL
     visible = segments != UNSEEN
     real = (in_piece & visible).nonzero().flatten()
     yield MIXED, _after_another(real, group=segments, value=places.piece)
     yield CUT, _after_another(real, group=places.piece, value=segments)
-    last = torch.zeros(len(places.pieces) + 1, dtype=torch.long)
-    every = in_piece.nonzero().flatten()
-    last = last.scatter_reduce(0, places.piece[every], every, reduce="amax")
     hidden = (in_piece & ~visible).nonzero().flatten()
-    yield HIDDEN, hidden[hidden < last[places.piece[hidden]]].tolist()
+    yield HIDDEN, _before_the_last(hidden, places)
     padded = (places.padding & visible).nonzero().flatten()
-    first_padding = dict[int, int]()
-    for at, segment in zip(padded.tolist(), segments[padded].tolist(), strict=True):
-        first_padding.setdefault(segment, at)
-    seeing = []
-    if first_padding:
-        for at, segment in zip(real.tolist(), segments[real].tolist(), strict=True):
-            if first_padding.get(segment, at) < at:
-                seeing.append(at)
-    yield SEES_PADDING, seeing
+    yield SEES_PADDING, _after_one_of(padded, real, group=segments)
+
+
+def _before_the_last(tokens: torch.Tensor, places: Places) -> list[int]:
+    """Returns those of some tokens that are not the last of their piece."""
+    in_piece = (places.piece != FILL).nonzero().flatten()
+    piece_of = places.piece[in_piece]
+    last = torch.zeros(len(places.pieces) + 1, dtype=torch.long)
+    last = last.scatter_reduce(0, piece_of, in_piece, reduce="amax")
+    last_of_own = last[places.piece[tokens]]
+    found: list[int] = tokens[tokens < last_of_own].tolist()
+    return found
+
+
+def _after_one_of(before: torch.Tensor, tokens: torch.Tensor, *, group: torch.Tensor) -> list[int]:
+    """Returns those of some tokens that are in a group with one of others, and after it."""
+    first = dict[int, int]()
+    for at in before.tolist():
+        first.setdefault(int(group[at]), at)
+    if not first:
+        return []
+    found = []
+    for at, group_of_token in zip(tokens.tolist(), group[tokens].tolist(), strict=True):
+        if group_of_token in first and first[group_of_token] < at:
+            found.append(at)
+    return found
 
 
 def _after_another(tokens: torch.Tensor, *, group: torch.Tensor, value: torch.Tensor) -> list[int]:
@@ -153,17 +168,21 @@ def _after_another(tokens: torch.Tensor, *, group: torch.Tensor, value: torch.Te
         return []
     groups, group_of = group[tokens].unique(return_inverse=True)
     beyond = int(tokens[-1]) + 1
-    first = torch.full((len(groups),), beyond).scatter_reduce(0, group_of, tokens, reduce="amin")
-    differs = value[tokens] != value[first][group_of]
-    first_other = torch.full((len(groups),), beyond)
-    first_other = first_other.scatter_reduce(0, group_of[differs], tokens[differs], reduce="amin")
-    found: list[int] = tokens[tokens >= first_other[group_of]].tolist()
+    nowhere = torch.full((len(groups),), beyond)
+    first = nowhere.scatter_reduce(0, group_of, tokens, reduce="amin")
+    first_value = value[first][group_of]
+    differs = value[tokens] != first_value
+    others = tokens[differs]
+    first_other = nowhere.scatter_reduce(0, group_of[differs], others, reduce="amin")
+    begin_of_others = first_other[group_of]
+    found: list[int] = tokens[tokens >= begin_of_others].tolist()
     return found
 
 
 def _wrong_in_rows(
     seen: torch.Tensor, places: Places, *, width: int
 ) -> Iterator[tuple[str, list[int]]]:
+    """Yields faults of tokens that see what a mask [rows, tokens, tokens] says."""
     earlier = torch.ones(width, width, dtype=torch.bool).tril()
     for row, of_row in enumerate(seen):
         begin = row * width
