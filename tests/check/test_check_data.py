@@ -743,6 +743,35 @@ def test_ends_that_are_lost_are_those_after_targets() -> None:
     assert finding.details.startswith("token 6 of row 0 of batch 0, all [E]")
 
 
+def test_an_end_after_what_is_not_trained_is_no_lost_one() -> None:
+    rows = rows_of((7, 3))
+    rows[0]["labels"] = [-100] * 4 + rows[0]["labels"][4:]
+    rows[1]["labels"] = [-100] * 3
+    report = check_data(Data(rows, padded, tokenizer()))
+    assert (
+        "ends: special tokens at the end of 2 documents, mostly [E], 1 of them targets"
+        in report.facts
+    )
+    assert not any("trains a model to stop" in fact for fact in report.facts)
+    assert "documents without a target: 1" in report.facts
+
+
+def test_labels_that_are_given_shifted_are_those_that_count() -> None:
+    """As `shift_labels`, which losses of transformers take in place of labels."""
+
+    def with_shifted(rows: Rows) -> Batch:
+        return padded(rows) | {"shift_labels": shifted(rows)["labels"]}
+
+    right = check_data(Data(rows_of((7, 3, 5)), with_shifted, tokenizer()))
+    assert right.findings == []
+    assert "N: 12 targets in a batch, 12 in all" in right.facts
+
+    def not_shifted(rows: Rows) -> Batch:
+        return padded(rows) | {"shift_labels": padded(rows)["labels"]}
+
+    assert kinds_of(Data(rows_of((7, 3, 5)), not_shifted, tokenizer())) == [OTHER]
+
+
 def test_a_begin_that_is_also_padding_is_no_lost_end() -> None:
     made_by = tokenizer()
     made_by.pad_token = made_by.bos_token = made_by.eos_token
