@@ -212,15 +212,20 @@ class Placing:
         return found
 
     def _whole_at(self, row: list[int], at: int) -> int | None:
-        """Returns the document that is whole from a token on: the next one if it is, else the
-        longest."""
+        """Returns the document that is whole from a token on: the next one if it is, and if
+        another, padding or nothing follows it; else the longest."""
         begun = self._unplaced.get(row[at], [])
         fitting = [number for number in begun if self._is_whole(row, at, number)]
         if not fitting:
             return None
-        if fitting[0] == self.left[0]:
-            return fitting[0]
+        first = fitting[0]
+        if first == self.left[0] and self._may_end(row, at + len(self._documents[first])):
+            return first
         return max(fitting, key=lambda number: len(self._documents[number]))
+
+    def _may_end(self, row: list[int], at: int) -> bool:
+        """Returns whether a token of a row is none, padding, or the first of a document."""
+        return at == len(row) or row[at] == self._pad or row[at] in self._by_first
 
     def _is_whole(self, row: list[int], at: int, number: int) -> bool:
         ids = self._documents[number]

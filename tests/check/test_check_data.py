@@ -569,6 +569,34 @@ def test_the_cause_is_said(name: str) -> None:
     assert findings[0].details.endswith(f"; {cause}")
 
 
+def test_documents_that_begin_alike_are_told_apart() -> None:
+    """In any order, and where two look like a third."""
+    short = [5, 6, END]
+    long = [5, 6, END, 5, 7, END]
+    for documents, row in (
+        ([short, long], [*long, *short]),
+        ([long, short], [*short, *long]),
+        ([short, [5, 7, END], long], [*short, 5, 7, END, *long]),
+    ):
+        rows = [{"input_ids": ids, "labels": ids} for ids in documents]
+        given = {"input_ids": torch.tensor([row]), "labels": torch.tensor([row])}
+        report = check_data(Data(rows, partial(as_given, given=given), tokenizer()))
+        assert report.findings == []
+        assert not any("no document" in fact for fact in report.facts)
+
+
+def test_a_document_that_is_repeated_among_other_tokens() -> None:
+    rows = rows_of((9, 4))
+    more = [60, 61, *rows[0]["input_ids"], 62, 63]
+    row = [token for each in rows for token in each["input_ids"]] + more
+    given = {"input_ids": torch.tensor([row]), "labels": torch.tensor([row])}
+    assert kinds_of(Data(rows, partial(as_given, given=given), tokenizer())) == [REPEATED]
+
+
+def as_given(_: Rows, given: Batch) -> Batch:
+    return given
+
+
 def test_a_separator_is_no_padding() -> None:
     """An end that a collator adds between documents, though padding is the same token."""
     made_by = tokenizer()
