@@ -572,17 +572,19 @@ def test_the_cause_is_said(name: str) -> None:
 def test_documents_that_begin_alike_are_told_apart() -> None:
     """In any order, and where two look like a third."""
     short = [5, 6, END]
-    long = [5, 6, END, 5, 7, END]
+    long = [5, 6, END, 8, 7, END]
     for documents, row in (
         ([short, long], [*long, *short]),
         ([long, short], [*short, *long]),
-        ([short, [5, 7, END], long], [*short, 5, 7, END, *long]),
+        ([short, [9, 7, END], long], [*short, 9, 7, END, *long]),
+        ([[7, 9, END], short, long], [*long, *short, 7, 9, END]),
     ):
         rows = [{"input_ids": ids, "labels": ids} for ids in documents]
         given = {"input_ids": torch.tensor([row]), "labels": torch.tensor([row])}
         report = check_data(Data(rows, partial(as_given, given=given), tokenizer()))
         assert report.findings == []
-        assert not any("no document" in fact for fact in report.facts)
+        words = "\n".join(report.facts)
+        assert "no document" not in words and "cut" not in words
 
 
 def test_a_document_that_is_repeated_among_other_tokens() -> None:
@@ -769,6 +771,15 @@ def test_ends_that_are_lost_are_those_after_targets() -> None:
     (finding,) = check_data(Data([{"input_ids": ids}], collate, made_by)).findings
     assert finding.kind == ENDS
     assert finding.details.startswith("token 6 of row 0 of batch 0, all [E]")
+    # Where one of them is trained, the others are left out by choice.
+    other = [USER, 5, END, 9, END]
+
+    def collate_two(rows: Rows) -> Batch:
+        row = [*ids, *other]
+        labels = [*[-100] * 4, 7, 8, *[-100] * 4, 9, END]
+        return {"input_ids": torch.tensor([row]), "labels": torch.tensor([labels])}
+
+    assert kinds_of(Data([{"input_ids": ids}, {"input_ids": other}], collate_two, made_by)) == []
 
 
 def test_an_end_after_what_is_not_trained_is_no_lost_one() -> None:
