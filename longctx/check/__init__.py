@@ -1,6 +1,8 @@
 """Check of one optimizer step of any trainer: what each token saw, and how much each prediction
 counts (docs/check-step.md)."""
 
+from .data import DataReport, check_data
+from .data_batches import Data, DataOfTrainer
 from .errors import CheckError, UsageError
 from .finding import Finding
 from .probe import PROBES, Probe
@@ -10,12 +12,16 @@ from .step import Report, Verdict, check_step
 __all__ = [
     "PROBES",
     "CheckError",
+    "Data",
+    "DataOfTrainer",
+    "DataReport",
     "Finding",
     "Probe",
     "Report",
     "Step",
     "UsageError",
     "Verdict",
+    "check_data",
     "check_step",
     "record",
 ]

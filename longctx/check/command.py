@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .data import DataReport, check_data
 from .errors import CheckError, UsageError
-from .github import annotation, annotations
+from .github import annotation, annotations, annotations_of_data
 from .loop import place
-from .probe import DTYPES, Probe, named
+from .probe import DTYPES, named
 from .step import Report, check_step
 from .template import TEMPLATES, missing_package, text_of, write
 
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
         nargs="?",
         type=path,
         metavar="FILE",
-        help="Python file with `make(probe)`: see docs/check-step.md",
+        help="Python file with `make(probe)`, or `data()`: see docs/check-step.md",
     )
     parser.add_argument(
         "--template",
@@ -84,9 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser, path: Callable[[str], Path] =
     )
     parser.add_argument(
         "--make",
-        default="make",
         metavar="FUNCTION",
-        help="function of the file (default: %(default)s)",
+        help="function of the file (default: make, or data with --data)",
+    )
+    parser.add_argument(
+        "--data",
+        action="store_true",
+        help="read the batches of `data()`, a Trainer, or rows, collator and tokenizer, without a "
+        "model: who sees whom, what is trained",
     )
     parser.add_argument(
         "--probe",
@@ -137,15 +143,15 @@ def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ())
         )
     if not arguments.script.is_file():
         raise UsageError(
-            f"there is no file {arguments.script}: give a Python file with a function make(probe)"
+            f"there is no file {arguments.script}: give a Python file with a function make(probe), "
+            "or data() with --data"
         )
-    asked = named(arguments.probe or ())
-    probes = [replace(probe, dtype=arguments.dtype) for probe in asked]
+    judge = _judge_of_data if arguments.data else _judge_of_steps
+    judged = judge(arguments)
     not_caught: tuple[type[Exception], ...] = (UsageError, *passed)
     with _joined_processes() as rank:
         try:
-            make = _function(arguments.make, arguments.script)
-            report = check_step(make, probes, arguments.allow)
+            report = judged()
         except CheckError as error:
             if rank == 0:
                 _print_no_verdict(f"refused: {error}", arguments)
@@ -159,6 +165,34 @@ def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ())
     if rank == 0:
         _print(report, arguments)
     return report.status
+
+
+def _judge_of_steps(arguments: argparse.Namespace) -> Callable[[], Report]:
+    """Returns what judges a step of the file on each probe. Raises UsageError for a probe that does
+    not exist."""
+    asked = named(arguments.probe or ())
+    probes = [replace(probe, dtype=arguments.dtype) for probe in asked]
+
+    def judged() -> Report:
+        make = _function(arguments.make or "make", "probe", script=arguments.script)
+        return check_step(make, probes, arguments.allow)
+
+    return judged
+
+
+def _judge_of_data(arguments: argparse.Namespace) -> Callable[[], DataReport]:
+    """Returns what judges the file's batches. Raises UsageError on several processes, and for a
+    probe."""
+    if arguments.probe:
+        raise UsageError("--data has no probes: omit --probe")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("--data reads batches in one process: omit --processes")
+
+    def judged() -> DataReport:
+        data = _function(arguments.make or "data", "", script=arguments.script)
+        return check_data(data(), arguments.allow)
+
+    return judged
 
 
 @contextmanager
@@ -182,8 +216,8 @@ def _give(template: str, arguments: argparse.Namespace) -> None:
         write(template, program=arguments.program, path=arguments.out)
 
 
-def _function(name: str, script: Path) -> Callable[[Probe], Any]:
-    """Runs a file and returns its function of this name.
+def _function(name: str, taken: str, *, script: Path) -> Callable[..., Any]:
+    """Runs a file and returns its function of this name, which takes what is said.
 
     Raises UsageError without one, CheckError for a trainer's package that is not installed.
     """
@@ -197,19 +231,26 @@ def _function(name: str, script: Path) -> Callable[[Probe], Any]:
             raise CheckError(f"{script}: {missing}") from error
         raise
     if name not in names:
-        raise UsageError(f"{script} has no function {name}(probe): name yours by --make")
-    function: Callable[[Probe], Any] = names[name]
+        hint = "--data checks data()" if "data" in names else "name yours by --make"
+        raise UsageError(f"{script} has no function {name}({taken}): {hint}")
+    function: Callable[..., Any] = names[name]
     return function
 
 
-def _print(report: Report, arguments: argparse.Namespace) -> None:
+def _print(report: Report | DataReport, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(report.to_json())
         return
     lines = report.lines()
     if arguments.github:
-        lines += annotations(report, file=arguments.script.as_posix())
+        lines += _annotations(report, file=arguments.script.as_posix())
     print("\n".join(lines))
+
+
+def _annotations(report: Report | DataReport, *, file: str) -> list[str]:
+    if isinstance(report, DataReport):
+        return annotations_of_data(report, file=file)
+    return annotations(report, file=file)
 
 
 def _print_no_verdict(reason: str, arguments: argparse.Namespace) -> None:

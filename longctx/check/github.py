@@ -1,5 +1,6 @@
 """Verdicts as annotations of GitHub Actions: lines of a log that GitHub shows at a file."""
 
+from .data import NAME, DataReport
 from .finding import Finding
 from .step import Report
 
@@ -21,6 +22,14 @@ def annotations(report: Report, *, file: str) -> list[str]:
         for choice in verdict.choices:
             lines.append(annotation("notice", str(choice), file=file, title=title))
     return lines
+
+
+def annotations_of_data(report: DataReport, *, file: str) -> list[str]:
+    """Returns an error for each fault of batches."""
+    title = f"check-step, {NAME}"
+    return [
+        annotation("error", str(finding), file=file, title=title) for finding in report.findings
+    ]
 
 
 def _with_alike(finding: Finding, alike: list[str]) -> str:

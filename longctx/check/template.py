@@ -6,6 +6,7 @@ from .errors import UsageError
 
 TEMPLATES = (
     "accelerate",
+    "data",
     "ddp",
     "fsdp2",
     "lightning",

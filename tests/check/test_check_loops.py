@@ -43,7 +43,7 @@ FAULTS = {
     ),
 }
 """Template → what takes the place of what in it, and the fault that is then named first."""
-ABSENT = [name for name in TEMPLATES if name not in FAULTS]
+ABSENT = [name for name in TEMPLATES if name not in (*FAULTS, "data")]
 """Of packages that tests do not have."""
 SHORT = Probe("short", lengths=(1, 9, 14, 5), micro_batches=2)
 

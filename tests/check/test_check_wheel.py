@@ -94,6 +94,21 @@ def test_a_right_and_a_wrong_step(installed: Path, tmp_path: Path) -> None:
     assert wrong.stdout.startswith("few documents: the loss has a wrong scale")
 
 
+def test_batches_are_read(installed: Path, tmp_path: Path) -> None:
+    """Those of the template, right and wrong."""
+    made = run_module(installed, tmp_path, "longctx_check", "--template", "data", "-o", "check.py")
+    assert made.returncode == 0, made.stderr
+    right = run_module(installed, tmp_path, "longctx_check", "check.py", "--data")
+    assert right.returncode == 0, right.stderr
+    assert right.stdout.startswith("data: right\n")
+    text = (tmp_path / "check.py").read_text()
+    assert "[-100]" in text
+    (tmp_path / "check.py").write_text(text.replace("[-100]", "[0]"))
+    wrong = run_module(installed, tmp_path, "longctx_check", "check.py", "--data")
+    assert wrong.returncode == 1, wrong.stderr
+    assert wrong.stdout.startswith("data: labels are not the tokens of the input: ")
+
+
 def test_a_file_for_longctx_is_told_what_to_import(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text(LOOP.replace("longctx_check", "longctx.check"))
     refused = run_module(installed, tmp_path, "longctx_check", "check.py", *PROBE)
