@@ -23,9 +23,10 @@ from .errors import CheckError
 from .largest import largest
 from .looked import Looked, Output, Parts, keep_parts, look, plain_name
 from .probe import END, PAD, Tokens
+from .tensors import Tensors, gradients_of, whole
 from .tolerances import NAMES, OF, Tolerances, coarsest
+from .watched import Asked, Update, Watch
 
-Tensors = dict[str, torch.Tensor]
 FEWEST_NEIGHBOURS = 16
 """Fewest pairs of neighbouring tokens that tell whether a step was made on a probe."""
 
@@ -50,6 +51,7 @@ class Step:
         dtype: the coarsest in which weights, hidden states or logits were kept.
         changed_at: number of the first call with other weights than the call before it; 0: none.
         not_finite_in: words for the first part of a layer that is not finite; "": none.
+        updates: of the optimizers that are watched.
     """
 
     reference: nn.Module
@@ -64,6 +66,7 @@ class Step:
     dtype: torch.dtype = torch.float32
     changed_at: int = 0
     not_finite_in: str = ""
+    updates: Sequence[Update] = ()
 
 
 @dataclass
@@ -78,6 +81,25 @@ class Recorder:
     positions: list[torch.Tensor | None] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     parts: Parts = field(default_factory=dict)
+    watches: list[Watch] = field(default_factory=list)
+
+    def watch(
+        self,
+        optimizer: Any,
+        *,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+        max_norm: float | None = None,
+        model: Any = None,
+    ) -> None:
+        """Has what an optimizer does until the end of `record` judged, too; call it before the
+        optimizer steps. Settings are those that you mean, `max_norm` the limit of gradients' norm;
+        `model`: as of `step`.
+
+        Raises CheckError for what is no optimizer of torch.
+        """
+        asked = Asked(lr, weight_decay, max_norm=max_norm)
+        self.watches.append(Watch(optimizer, model or self.model, asked))
 
     def step(
         self,
@@ -97,15 +119,9 @@ class Recorder:
             for name, outputs in self.parts.items()
             if not all(output.isfinite().all() for output in outputs)
         )
-        named = (model or self.model).named_parameters()
-        gradients = {
-            plain_name(name): whole(weight.grad)
-            for name, weight in named
-            if weight.grad is not None
-        }
         return Step(
             self.reference,
-            gradients,
+            gradients_of(model or self.model),
             calls=self.calls,
             loss=loss,
             grad_norm=grad_norm,
@@ -116,6 +132,7 @@ class Recorder:
             dtype=coarsest(self.dtypes),
             changed_at=next((at for at, (one, next_one) in pairs if one != next_one), 0),
             not_finite_in=next(not_finite, ""),
+            updates=[each.update for each in self.watches],
         )
 
 
@@ -157,6 +174,8 @@ def record(model: Any) -> Iterator[Recorder]:
     finally:
         for hook in hooks:
             hook.remove()
+        for watch in seen.watches:
+            watch.remove()
 
 
 def _sums(model: Any) -> list[float]:
@@ -257,12 +276,6 @@ def _with_adapters_of(model: Any, plain: Any) -> Any:
     return plain
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy, gathered if the tensor is a DTensor (collective then)."""
-    full = getattr(tensor, "full_tensor", None)
-    return (full() if full is not None else tensor).detach().clone()
-
-
 class Row(NamedTuple):
     """A row of token ids: their numbers in the probe, its rank, its call on it, and positions if
     the call was given some."""
@@ -291,6 +304,8 @@ class Record:
         changed_at: number of a rank's first call with other weights; 0: none.
         not_finite_in: words for a rank's first part that is not finite; "": none.
         weights_apart: names of parameters that ranks began the step with different values of.
+        updates: of each watched optimizer, every rank's.
+        of_ranks: gradients of each rank, where they differ.
     """
 
     tokens: Tokens
@@ -309,6 +324,8 @@ class Record:
     changed_at: int
     not_finite_in: str
     weights_apart: list[str]
+    updates: list[list[Update]]
+    of_ranks: list[Tensors]
 
     @property
     def documents(self) -> list[int]:
@@ -337,6 +354,7 @@ class _OfRank:
     changed_at: int
     not_finite_in: str
     sums: dict[str, float]
+    updates: Sequence[Update]
 
 
 def gather(step: Step, tokens: Tokens) -> Record | None:
@@ -384,6 +402,7 @@ def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
         sums={
             name: float(weight.detach().sum()) for name, weight in step.reference.named_parameters()
         },
+        updates=step.updates,
     )
 
 
@@ -416,7 +435,25 @@ def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> R
             for name, value in everyones[0].sums.items()
             if any(each.sums.get(name) != value for each in everyones[1:])
         ],
+        updates=_by_optimizer(everyones),
+        of_ranks=[each.gradients for each in everyones] if apart else [],
     )
+
+
+def _by_optimizer(everyones: list[_OfRank]) -> list[list[Update]]:
+    """Returns what all ranks say of each watched optimizer. Raises CheckError for one that made no
+    step on a rank, and ranks that watch another number of them."""
+    counts = {len(each.updates) for each in everyones}
+    if len(counts) > 1:
+        raise CheckError(f"ranks watch {min(counts)} to {max(counts)} optimizers: watch as many")
+    found = list[list[Update]]()
+    for of_one in zip(*(each.updates for each in everyones), strict=True):
+        if any(not update.steps for update in of_one):
+            raise CheckError(
+                "a watched optimizer made no step before the end of `record`: let it step there"
+            )
+        found.append(list(of_one))
+    return found
 
 
 def _at_first_rank(mine: Any) -> list[Any] | None:

@@ -26,6 +26,7 @@ from .record import Record, Step, gather, of_first_rank
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown
+from .updates import judge
 from .verdict import findings, is_allowed, not_finite, require_kinds
 from .weights import CHOICES
 
@@ -200,6 +201,10 @@ def _verdict_on(record: Record, probe: Probe, allow: Sequence[str]) -> Verdict:
         facts = Facts(record, reference, fit)
         found = list(findings(facts))
         untested = not_tested(record, reference)
+    if record.updates:
+        of_updates, untested_of_updates = judge(record)
+        found += of_updates
+        untested |= untested_of_updates
     choices = [each for each in found if each.kind in CHOICES]
     faults = [each for each in found if each not in choices]
     allowed = [each for each in faults if is_allowed(each, allow)]

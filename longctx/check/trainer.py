@@ -10,19 +10,44 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from .errors import CheckError
 from .probe import Probe
-from .record import Recorder, Step, record, whole
+from .record import Recorder, Step, record
+from .tensors import whole
+from .watched import is_watchable
 
 OUT_OF_REACH = 1e30
 """Limit of the gradient norm, so that nothing is clipped and the norm is logged."""
 
 
 class _Look(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    def __init__(self, seen: Recorder) -> None:
+    """Takes the step of a trainer: before it clips by accelerate, or else before the optimizer."""
+
+    def __init__(self, seen: Recorder, accelerator: Any, asked: dict[str, float | None]) -> None:
+        """`asked`: settings of the optimizer."""
         self.seen = seen
         self.step: Step | None = None
+        self._asked = asked
+        self._accelerator = accelerator
+        self._clip = accelerator.clip_grad_norm_
+        self._model: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._model = given["model"]
+        if self._accelerator.scaler is not None:
+            return  # gradients are scaled until accelerate clips them
+        if is_watchable(given["optimizer"]):
+            self.seen.watch(given["optimizer"], model=self._model, **self._asked)
+            self._accelerator.clip_grad_norm_ = self._clip_as_asked
+
+    def _clip_as_asked(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clips gradients to the limit that the user has in place of the one out of reach."""
+        if max_norm != OUT_OF_REACH:
+            return self._clip(parameters, max_norm, norm_type)
+        self.step = self.seen.step(model=self._model)
+        return self._clip(parameters, self._asked["max_norm"] or OUT_OF_REACH, norm_type)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.step = self.seen.step(model=given["model"])
+        if self.step is None:
+            self.step = self.seen.step(model=given["model"])
 
 
 def step_of(trainer: Any, probe: Probe) -> Step:
@@ -30,6 +55,7 @@ def step_of(trainer: Any, probe: Probe) -> Step:
     another objective, or noise."""
     _refuse(trainer)
     args = trainer.args
+    asked = _asked(trainer)
     rows = list[torch.Tensor]()
     args.max_steps = 1
     args.logging_steps = 1
@@ -52,7 +78,8 @@ def step_of(trainer: Any, probe: Probe) -> Step:
     model = trainer.accelerator.unwrap_model(trainer.model)
     with record(model) as seen:
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(look := _Look(seen))
+        look = _Look(seen, trainer.accelerator, asked)
+        trainer.add_callback(look)
         trainer.train()
     if look.step is None:
         raise CheckError(f"probe {probe.name!r}: the trainer made no optimizer step")
@@ -67,6 +94,15 @@ def step_of(trainer: Any, probe: Probe) -> Step:
         rows,
     )
     return look.step
+
+
+def _asked(trainer: Any) -> dict[str, float | None]:
+    """Returns the settings that the optimizer should have by the trainer's arguments."""
+    args = trainer.args
+    asked: dict[str, float | None] = {"max_norm": args.max_grad_norm or None}
+    if trainer.optimizer is None:  # else it is the user's own
+        asked |= {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    return asked
 
 
 def _refuse(trainer: Any) -> None:

@@ -28,6 +28,7 @@ from .record import Record
 from .reference import Gradients
 from .scale import SCALE
 from .targets import EXTRA, LOST, NOT_SHIFTED, SHIFTED_TWICE, extra_targets, lost_targets
+from .updates import KINDS as UPDATES
 from .variants import KINDS as VARIANTS
 from .weights import (
     CHUNKS,
@@ -83,6 +84,7 @@ def kinds() -> list[str]:
         *PLACES,
         *CAUSES,
         *VARIANTS,
+        *UPDATES,
         *EXTRA,
         *LOST,
     ]
