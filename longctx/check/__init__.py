@@ -3,6 +3,7 @@ counts (docs/check-step.md)."""
 
 from .errors import CheckError, UsageError
 from .finding import Finding
+from .preference import Preference
 from .probe import PROBES, Probe
 from .record import Step, record
 from .step import Report, Verdict, check_step
@@ -11,6 +12,7 @@ __all__ = [
     "PROBES",
     "CheckError",
     "Finding",
+    "Preference",
     "Probe",
     "Report",
     "Step",

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 
+from .contexts import Sequence
 from .fit import Fit, Pair
 from .probe import END
 from .record import Record
-from .reference import Reference
+from .reference import Prediction, Reference
 
 
 class Facts:
@@ -18,7 +20,8 @@ class Facts:
         at: rank, call, and row of all calls where each token is first.
         wanted: predictions that count in a right step, of the documents that are in it.
         all_wanted: how many would count with the missing documents.
-        relative: weights times the number of wanted predictions: 1 if right.
+        right: weights of wanted predictions in a right step.
+        relative: weights relative to these, or of others to the mean of these: 1 if right.
         kept, lost, extra: wanted predictions that count, those that do not, and others that count.
         unknown, known: tokens whose hidden states no context has, and others.
     """
@@ -46,11 +49,17 @@ class Facts:
         ]
         self.wanted = self._wanted_of(self.documents)
         every_wanted = self._wanted_of(everything)
-        self.relative = {pair: weight * len(self.wanted) for pair, weight in fit.pairs().items()}
+        self.aim = record.aim
+        self.right = self.aim.weights(self.wanted, tokens, reference)
+        usual = sum(map(abs, self.right.values())) / max(len(self.right), 1) or inf
+        self.relative = {
+            pair: weight / self.right.get(pair, usual) for pair, weight in fit.pairs().items()
+        }
         # Nobody knows which tokens predict the ends of documents.
         if fit.shown is None and not any(target == END for _, target in self.relative):
             self.wanted = [pair for pair in self.wanted if pair[1] != END]
             every_wanted = [pair for pair in every_wanted if pair[1] != END]
+            self.right = self.aim.weights(self.wanted, tokens, reference)
         self.all_wanted = len(every_wanted)
         least = self._least_weight()
         counted = {
@@ -84,6 +93,19 @@ class Facts:
             for number in tokens.of(document)[:-1]
             if tokens.probe.trained(document, tokens.place[number + 1])
         ]
+
+    def right_predictions(self) -> dict[Prediction, float]:
+        """Returns the weights of a right step, documents apart."""
+        right = dict[Prediction, float]()
+        for document in self.documents:
+            numbers = self.tokens.of(document)
+            sequence = Sequence(tuple(numbers), tuple(range(len(numbers))))
+            for number, target in self.wanted:
+                if number in numbers:
+                    place = self.tokens.place[number]
+                    prediction = Prediction(sequence, place, target)
+                    right[prediction] = self.right[number, target]
+        return right
 
     def _of_rules(self) -> None:
         """Sets what only rules ask for."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .aim import Aim
 from .errors import CheckError
 from .largest import largest
 from .looked import Looked, Output, Parts, keep_parts, look, plain_name
@@ -52,6 +53,7 @@ class Step:
         changed_at: number of the first call with other weights than the call before it; 0: none.
         not_finite_in: words for the first part of a layer that is not finite; "": none.
         updates: of the optimizers that are watched.
+        aim: how much each prediction should count; without, all targets alike.
     """
 
     reference: nn.Module
@@ -67,6 +69,7 @@ class Step:
     changed_at: int = 0
     not_finite_in: str = ""
     updates: Sequence[Update] = ()
+    aim: Aim = field(default_factory=Aim)
 
 
 @dataclass
@@ -107,9 +110,10 @@ class Recorder:
         grad_norm: float | None = None,
         rows: Sequence[torch.Tensor] = (),
         model: Any = None,
+        aim: Aim | None = None,
     ) -> Step:
         """Returns the step with the gradients that there are now, of `model` if the recorded one
-        was replaced by it.
+        was replaced by it; `aim`: by default the mean of all targets.
 
         Collective if parameters are sharded (DTensor).
         """
@@ -133,6 +137,7 @@ class Recorder:
             changed_at=next((at for at, (one, next_one) in pairs if one != next_one), 0),
             not_finite_in=next(not_finite, ""),
             updates=[each.update for each in self.watches],
+            aim=aim or Aim(),
         )
 
 
@@ -306,6 +311,7 @@ class Record:
         weights_apart: names of parameters that ranks began the step with different values of.
         updates: of each watched optimizer, every rank's.
         of_ranks: gradients of each rank, where they differ.
+        aim: of the first rank.
     """
 
     tokens: Tokens
@@ -326,6 +332,7 @@ class Record:
     weights_apart: list[str]
     updates: list[list[Update]]
     of_ranks: list[Tensors]
+    aim: Aim
 
     @property
     def documents(self) -> list[int]:
@@ -376,7 +383,7 @@ def gather(step: Step, tokens: Tokens) -> Record | None:
     for each in everyones:
         if isinstance(each, Exception):
             raise each
-    return _as_one(step.reference, everyones, tokens)
+    return _as_one(step, everyones, tokens)
 
 
 def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
@@ -406,7 +413,8 @@ def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
     )
 
 
-def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> Record:
+def _as_one(own: Step, everyones: list[_OfRank], tokens: Tokens) -> Record:
+    """Returns the record of all ranks; `own`: the first rank's step."""
     called = _with_ends([row for each in everyones for row in each.calls], tokens)
     _require_ids_of_the_probe(called, tokens)
     used = {token for row in called for token in row.ids}
@@ -416,7 +424,7 @@ def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> R
     looked = [each.looked for each in everyones if each.looked is not None]
     return Record(
         tokens,
-        reference,
+        own.reference,
         ranks=len(everyones),
         gradients=mean,
         apart=apart,
@@ -437,6 +445,7 @@ def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> R
         ],
         updates=_by_optimizer(everyones),
         of_ranks=[each.gradients for each in everyones] if apart else [],
+        aim=own.aim,
     )
 
 

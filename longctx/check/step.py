@@ -133,7 +133,11 @@ def check_step(
     repeat, UsageError for an allowed fault that does not exist.
     """
     require_kinds(allow)
-    return Report([_judged(_step(make(probe), probe), probe, allow) for probe in probes])
+    verdicts = list[Verdict]()
+    for probe in probes:
+        step = _step(make(probe), probe)
+        verdicts.append(_judged(step, step.aim.probe_of(probe), allow))
+    return Report(verdicts)
 
 
 def _step(made: Any, probe: Probe) -> Step:
@@ -200,7 +204,7 @@ def _verdict_on(record: Record, probe: Probe, allow: Sequence[str]) -> Verdict:
             alike = fitter.alike(fit)
         facts = Facts(record, reference, fit)
         found = list(findings(facts))
-        untested = not_tested(record, reference)
+        untested = not_tested(record, reference) | facts.aim.not_tested(facts)
     if record.updates:
         of_updates, untested_of_updates = judge(record)
         found += of_updates

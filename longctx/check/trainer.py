@@ -8,7 +8,9 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from .aim import Aim
 from .errors import CheckError
+from .preference import Preference
 from .probe import Probe
 from .record import Recorder, Step, record
 from .tensors import whole
@@ -56,6 +58,7 @@ def step_of(trainer: Any, probe: Probe) -> Step:
     _refuse(trainer)
     args = trainer.args
     asked = _asked(trainer)
+    aim = _aim_of(trainer)
     rows = list[torch.Tensor]()
     args.max_steps = 1
     args.logging_steps = 1
@@ -88,12 +91,33 @@ def step_of(trainer: Any, probe: Probe) -> Step:
         for entry in reversed(trainer.state.log_history)
         for name, value in entry.items()
     }
-    look.step.loss, look.step.grad_norm, look.step.rows = (
-        logged.get("loss"),
-        logged.get("grad_norm"),
-        rows,
-    )
+    look.step.loss = logged.get("loss")
+    look.step.grad_norm = logged.get("grad_norm")
+    look.step.rows = rows
+    look.step.aim = aim
     return look.step
+
+
+def _aim_of(trainer: Any) -> Aim:
+    """Returns what a trainer's step should make more likely. Raises CheckError for objectives of
+    TRL's DPOTrainer without weights of pairs."""
+    if not any(each.__name__ == "DPOTrainer" for each in type(trainer).__mro__):
+        return Aim()
+    others = {
+        "loss_type is not sigmoid": trainer.loss_types != ["sigmoid"],
+        "label_smoothing is set": trainer.label_smoothing,
+        "f_divergence_type is not reverse_kl": trainer.f_divergence_type != "reverse_kl",
+        "ld_alpha is set": trainer.ld_alpha is not None,
+        "use_weighting is set": trainer.use_weighting,
+        "an adapter is the reference": "ref" in getattr(trainer.model, "peft_config", {}),
+    }
+    found = [words for words, value in others.items() if value]
+    if found:
+        raise CheckError("; ".join(found) + ": pairs are judged by the sigmoid loss alone")
+    reference = trainer.ref_model
+    if reference is not None:
+        reference = trainer.accelerator.unwrap_model(reference)
+    return Preference(trainer.beta, reference)
 
 
 def _asked(trainer: Any) -> dict[str, float | None]:
