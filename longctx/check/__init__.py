@@ -3,6 +3,7 @@ counts (docs/check-step.md)."""
 
 from .errors import CheckError, UsageError
 from .finding import Finding
+from .policy import Policy
 from .preference import Preference
 from .probe import PROBES, Probe
 from .record import Step, record
@@ -12,6 +13,7 @@ __all__ = [
     "PROBES",
     "CheckError",
     "Finding",
+    "Policy",
     "Preference",
     "Probe",
     "Report",

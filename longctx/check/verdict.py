@@ -24,6 +24,7 @@ from .finding import UNEXPLAINED, Finding, suffixes
 from .fit import Shown
 from .logged import LOGGED_LOSS, LOGGED_NORM, wrong_log
 from .places import HIDDEN, PLACES, wrong_places
+from .policy import KINDS as OF_POLICIES
 from .preference import KINDS as OF_PAIRS
 from .record import Record
 from .reference import Gradients
@@ -87,6 +88,7 @@ def kinds() -> list[str]:
         *VARIANTS,
         *UPDATES,
         *OF_PAIRS,
+        *OF_POLICIES,
         *EXTRA,
         *LOST,
     ]
