@@ -52,13 +52,15 @@ class _Look(TrainerCallback):  # type: ignore[misc]  # transformers is untyped h
             self.step = self.seen.step(model=given["model"])
 
 
-def step_of(trainer: Any, probe: Probe) -> Step:
-    """Trains one step, without saving or evaluating. Raises CheckError for what would make it
-    another objective, or noise."""
+def step_of(trainer: Any, probe: Probe, aim: Aim | None = None) -> Step:
+    """Trains one step, without saving or evaluating; `aim`: what it should make more likely, where
+    the trainer does not tell. Raises CheckError for what would make it another objective, or
+    noise."""
     _refuse(trainer)
     args = trainer.args
     asked = _asked(trainer)
-    aim = _aim_of(trainer)
+    if aim is None:
+        aim = _aim_of(trainer)
     rows = list[torch.Tensor]()
     args.max_steps = 1
     args.logging_steps = 1
@@ -74,7 +76,8 @@ def step_of(trainer: Any, probe: Probe) -> Step:
 
     def collated(features: Any) -> Any:
         batch = collate(features)
-        rows.append(whole(batch["input_ids"]).cpu())
+        if "input_ids" in batch:  # else it is made later, as from what a model samples
+            rows.append(whole(batch["input_ids"]).cpu())
         return batch
 
     trainer.data_collator = collated
@@ -100,8 +103,13 @@ def step_of(trainer: Any, probe: Probe) -> Step:
 
 def _aim_of(trainer: Any) -> Aim:
     """Returns what a trainer's step should make more likely. Raises CheckError for objectives of
-    TRL's DPOTrainer without weights of pairs."""
-    if not any(each.__name__ == "DPOTrainer" for each in type(trainer).__mro__):
+    TRL's DPOTrainer without weights of pairs, and for policies, whose advantages are the user's."""
+    names = {each.__name__ for each in type(trainer).__mro__}
+    policies = names & {"GRPOTrainer", "RLOOTrainer"}
+    if policies:
+        how = f"return {__name__}.step_of(trainer, probe, Policy(..))"
+        raise CheckError(f"{policies.pop()} does not tell its advantages: {how}")
+    if "DPOTrainer" not in names:
         return Aim()
     others = {
         "loss_type is not sigmoid": trainer.loss_types != ["sigmoid"],

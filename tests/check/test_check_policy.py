@@ -1,14 +1,18 @@
 """Faults of a policy gradient are named, and right steps are silent."""
 
 import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from longctx.check import CheckError, Policy, Probe, Step, check_step, record
+from longctx.check import CheckError, Policy, Probe, Step, check_step, record, template
 from longctx.check.loop import padded, place
 from longctx.check.policy import (
     KINDS,
@@ -20,10 +24,13 @@ from longctx.check.policy import (
     WRONG_SIGN,
 )
 from longctx.check.scale import SCALE
+from longctx.check.trainer import arguments, step_of
 from longctx.check.verdict import OBJECTIVE_OTHER, kinds
+from tests.trainer_cases import as_rank
 from tests.workers import Workers
 
 SHORT = Probe("short", lengths=(9, 14, 5, 8, 20, 11), prompt=0.3)
+OF_TRL = Path(template.__file__).with_name("templates") / "check_trl.py"
 ADVANTAGES = [1.2, -0.5, 0.8, -1.5, 0.3, -0.3]
 
 
@@ -273,6 +280,90 @@ def test_log_probabilities_of_the_trainer() -> None:
     (verdict,) = check_step(make, [SHORT]).verdicts
     assert [finding.kind for finding in verdict.findings] == [OTHER_COMPUTED]
     assert "log-probabilities of the sampler for 6 documents" in verdict.not_tested
+
+
+def by_trl(probe: Probe, *, factor: float = 1.0, **more: Any) -> Any:
+    """A GRPOTrainer of TRL on documents that are given in place of sampled ones."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    rank, ranks = place()
+    mine = range(len(probe.lengths))[rank::ranks]
+    prompts = []
+    completions = []
+    for document in mine:
+        ids = probe.documents[document]
+        prompt = probe.prompt_of(document)
+        prompts.append(torch.tensor(ids[:prompt]))
+        completions.append(torch.tensor(ids[prompt:]))
+
+    class OnGiven(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
+            ones = [torch.ones_like(each) for each in completions]
+            of_prompts = [torch.ones_like(each) for each in prompts]
+            targets = sum(probe.lengths[n] - probe.prompt_of(n) for n in range(len(probe.lengths)))
+            right = {"batch_first": True, "padding_value": probe.pad}
+            left = right | {"padding_side": "left"}
+            return {
+                "prompt_ids": pad_sequence(prompts, **left),
+                "prompt_mask": pad_sequence(of_prompts, **left),
+                "completion_ids": pad_sequence(completions, **right),
+                "completion_mask": pad_sequence(ones, **right),
+                "advantages": factor * torch.tensor([ADVANTAGES[document] for document in mine]),
+                "num_items_in_batch": torch.tensor(float(targets)),
+            }
+
+    given = arguments(
+        per_device_train_batch_size=len(mine) // probe.micro_batches,
+        gradient_accumulation_steps=probe.micro_batches,
+        num_generations=len(probe.lengths),
+        max_completion_length=64,
+        **more,
+    )
+    return OnGiven(
+        model=probe.model("qwen3"),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(**given),
+        train_dataset=Dataset.from_list([{"prompt": f"<{n}>"} for n in range(12)]),
+        processing_class=runpy.run_path(str(OF_TRL))["tokenizer"](probe),
+    )
+
+
+def found_by_trl(
+    probe: Probe, aim: dict[str, Any], options: dict[str, Any] | None = None
+) -> list[str]:
+    """Returns the faults of a trainer of TRL."""
+    if dist.is_initialized():
+        as_rank()
+
+    def make(probe: Probe) -> Step:
+        return step_of(by_trl(probe, **(options or {})), probe, Policy(ADVANTAGES, **aim))
+
+    (verdict,) = check_step(make, [probe]).verdicts
+    return [str(finding) for finding in verdict.findings]
+
+
+def test_a_trainer_of_trl_on_policies() -> None:
+    halves = replace(SHORT, micro_batches=2)
+    assert found_by_trl(halves, {}, {}) == []
+    of_documents = {"loss_type": "grpo"}
+    assert found_by_trl(SHORT, {"per": "document"}, of_documents) == []
+    of_length = {"loss_type": "dr_grpo"}
+    assert found_by_trl(SHORT, {"per": "length", "length": 64}, of_length) == []
+    negated = {"factor": -1.0}
+    assert found_by_trl(SHORT, {}, negated) == [f"{WRONG_SIGN}: of all documents"]
+    (finding,) = found_by_trl(SHORT, {}, of_documents)
+    assert finding.startswith("the loss is a mean of means of rows")
+
+
+def test_a_policy_of_a_trainer_is_asked_for() -> None:
+    with pytest.raises(CheckError, match="GRPOTrainer does not tell its advantages: return "):
+        check_step(by_trl, [SHORT])
+
+
+@pytest.mark.slow
+def test_a_trainer_of_trl_on_policies_on_two_ranks(workers: Workers) -> None:
+    assert workers.run(found_by_trl, 2, SHORT, {}, timeout_s=240.0) == [[], []]
 
 
 def test_faults_of_policies_can_be_allowed() -> None:
