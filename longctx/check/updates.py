@@ -11,7 +11,9 @@ import torch
 from .clipping import KINDS as OF_CLIPPING
 from .clipping import Clipped, is_same
 from .finding import Finding, suffixes
+from .largest import largest
 from .record import Record
+from .tensors import Tensors
 from .watched import Update
 
 STEPS = "the optimizer makes several steps"
@@ -79,12 +81,16 @@ class _Judged:
         self._everyones = everyones
         self._update = everyones[0]
         self._held = held
+        self._before = Tensors()
+        for name, weight in record.reference.named_parameters():
+            if weight.requires_grad and name in self._update.weights:
+                self._before[name] = weight.detach()
         self._settings = dict[str, dict[str, Any]]()
+        """Of the trained parameters in the groups."""
         for group in self._update.groups:
             for name in group.names:
-                self._settings[name] = group.settings
-        named = record.reference.named_parameters()
-        self._before = {name: weight.detach() for name, weight in named if weight.requires_grad}
+                if name in self._before:
+                    self._settings[name] = group.settings
 
     def findings(self) -> list[Finding]:
         """Returns the faults, the most telling first."""
@@ -94,7 +100,7 @@ class _Judged:
         clipped = Clipped(self._record, self._everyones)
         found = [*self._rates(), *self._decays(), *clipped.findings(), *self._apart()]
         self.not_tested |= clipped.not_tested
-        if not any(group.settings.get("lr") for group in self._update.groups):
+        if not any(_rate(group.settings) for group in self._update.groups):
             self.not_tested[UPDATE] = "the learning rate of this step is 0"
             return found
         not_updated = list(self._not_updated())
@@ -111,14 +117,19 @@ class _Judged:
 
     def _apart(self) -> Iterator[Finding]:
         """Yields that ranks have different weights now."""
-        names = set[str]()
-        for name, own in self._update.weights.items():
-            for other in self._everyones[1:]:
-                if not torch.equal(other.weights[name], own):
-                    names.add(name)
+        names = list[str]()
+        most = 0.0
+        for name, before in self._before.items():
+            own = self._update.weights[name].double()
+            others = [each.weights[name].double() for each in self._everyones[1:]]
+            if any(not torch.equal(other, own) for other in others):
+                names.append(name)
+                made = (own - before).norm().clamp_min(1e-300)
+                most = largest([most, *(float((other - own).norm() / made) for other in others)])
         if names:
-            which = f"{len(names)} of {len(self._update.weights)} parameters"
-            yield Finding(APART_AFTER, f"{which}: {suffixes(sorted(names))}")
+            which = f"{len(names)} of {len(self._before)} parameters"
+            share = f"by up to {most:.2g} of their update"
+            yield Finding(APART_AFTER, f"{which}, {share}: {suffixes(names)}")
 
     def _rates(self) -> Iterator[Finding]:
         asked = self._update.asked.lr
@@ -127,7 +138,7 @@ class _Judged:
         rates = list[float]()
         for group in self._update.groups:
             # A schedule keeps there what it begins with.
-            rates.append(float(group.settings.get("initial_lr", group.settings["lr"])))
+            rates.append(float(group.settings.get("initial_lr", _rate(group.settings))))
         if not any(isclose(rate, asked, rel_tol=1e-6) for rate in rates):
             shown = ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(rates))
             times = f" ({rates[0] / asked:.4g} times)" if asked and len(set(rates)) == 1 else ""
@@ -171,7 +182,7 @@ class _Judged:
         strangers = sum(group.strangers for group in self._update.groups)
         for name, before in self._before.items():
             has_gradient = name in self._record.gradients and self._record.gradients[name].any()
-            moved = not torch.equal(self._update.weights[name], before)
+            moved = not torch.equal(self._update.weights[name].double(), before)
             if not self._held[name] and moved and strangers:
                 self.not_tested[UPDATE] = "the optimizer holds other tensors than the model"
             if moved or not has_gradient:
@@ -180,7 +191,7 @@ class _Judged:
                 reasons["in no group of the optimizer"].append(name)
             elif name not in self._settings:
                 continue  # another optimizer's
-            elif not self._settings[name]["lr"]:
+            elif not _rate(self._settings[name]):
                 reasons["with a learning rate of 0"].append(name)
             elif name not in self._update.gradients:
                 reasons["without a gradient when the optimizer stepped"].append(name)
@@ -205,7 +216,7 @@ class _Judged:
             if self._held[name] > 1:
                 continue
             before = self._before[name]
-            made = update.weights[name] - before
+            made = update.weights[name].double() - before
             gradient = update.gradients.get(name)
             if gradient is None:
                 expected = torch.zeros_like(before)
@@ -214,7 +225,7 @@ class _Judged:
                 gradient = gradient.double().cpu()
                 rule = _by_sgd if update.optimizer == SGD else _by_adam
                 expected, error = rule(before, gradient, settings)
-                epsilon = torch.finfo(update.dtypes[name]).eps
+                epsilon = torch.finfo(update.weights[name].dtype).eps
                 limit = epsilon * (2 * before.abs() + ROUNDINGS * error)
             changes = expected != 0
             still = changes & (made == 0)
@@ -225,13 +236,19 @@ class _Judged:
         if vanished:
             still_of_all = sum(still for still, _ in vanished.values())
             all_of_them = sum(changes for _, changes in vanished.values())
-            dtype = str(update.dtypes[next(iter(vanished))]).removeprefix("torch.")
+            dtype = str(update.weights[next(iter(vanished))].dtype).removeprefix("torch.")
             details = f"{still_of_all} of {all_of_them} numbers keep their value in {dtype}: "
             yield Finding(VANISHED, details + suffixes(vanished))
         if otherwise:
             words = ", ".join(sorted(set(otherwise.values())))
             details = f"{len(otherwise)} of {len(self._settings)} parameters: "
             yield Finding(UPDATED_OTHERWISE, f"{details}{suffixes(otherwise)}: {words}")
+
+
+def _rate(settings: dict[str, Any]) -> float:
+    """Returns the learning rate of a group; 1 where the optimizer has none."""
+    rate = settings.get("lr")
+    return 1.0 if rate is None else float(rate)
 
 
 def _by_adam(

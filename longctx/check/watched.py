@@ -43,7 +43,6 @@ class Update:
         gradients: that it got at its first step, by name of parameter.
         again: the same at its second step; empty without one.
         weights: of all trained parameters after its last step.
-        dtypes: in which these are kept.
         steps: how many it made.
         is_first: whether it kept nothing of steps before.
     """
@@ -54,7 +53,6 @@ class Update:
     gradients: Tensors = field(default_factory=dict)
     again: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     steps: int = 0
     is_first: bool = True
 
@@ -98,8 +96,7 @@ class Watch:
         for name, weight in self._model.named_parameters():
             if weight.requires_grad:
                 plain = plain_name(name)
-                self.update.weights[plain] = whole(weight).double().cpu()
-                self.update.dtypes[plain] = weight.dtype
+                self.update.weights[plain] = whole(weight).cpu()
 
 
 def is_watchable(optimizer: Any) -> bool:
@@ -121,7 +118,9 @@ def _groups(optimizer: torch.optim.Optimizer, model: Any) -> list[Group]:
         for name, value in group.items():
             if name in ("params", "param_names"):
                 continue
-            settings[name] = float(value) if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = float(value)
+            settings[name] = value
         ours = [names[id(weight)] for weight in group["params"] if id(weight) in names]
         strangers = len(group["params"]) - len(ours)
         found.append(Group(settings, ours, strangers))

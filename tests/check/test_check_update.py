@@ -134,6 +134,15 @@ class EverythingDecays(Loop):
         return AdamW(model.parameters(), lr=RATE_ASKED, weight_decay=DECAY_ASKED)
 
 
+class FrozenToo(EverythingDecays):
+    """A right one: what is frozen is in its groups, and is not updated."""
+
+    def optimizer(self, model: Any) -> Any:
+        optimizer = super().optimizer(model)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        return optimizer
+
+
 class InBfloat16(Loop):
     """A right one, whose updates are large enough."""
 
@@ -305,7 +314,7 @@ class ClippedBeforeMean(Loop):
         return step
 
 
-RIGHT = [Loop, BySgd, ByAdam, Scheduled, EverythingDecays, InBfloat16]
+RIGHT = [Loop, BySgd, ByAdam, Scheduled, EverythingDecays, FrozenToo, InBfloat16]
 FAULTS: dict[type[Loop], list[str]] = {
     WithoutNorms: [NOT_UPDATED],
     OldParameters: [NOT_UPDATED],
