@@ -26,9 +26,13 @@ from .record import Record, Step, gather, of_first_rank
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown
+from .updates import CHOICES as OF_UPDATES
 from .updates import judge
 from .verdict import findings, is_allowed, not_finite, require_kinds
-from .weights import CHOICES
+from .weights import CHOICES as OF_WEIGHTS
+
+CHOICES = OF_WEIGHTS | OF_UPDATES
+"""Kinds that are no faults, with whose choice they are."""
 
 
 @dataclass

@@ -24,6 +24,9 @@ RATE = "the learning rate is another one"
 DECAY_OTHER = "the weight decay is another one"
 DECAY_MIXED = "parameters of one kind decay, and others do not"
 VANISHED = "updates vanish as weights are rounded"
+SOME_VANISHED = "updates of some parameters vanish as weights are rounded"
+CHOICES = {SOME_VANISHED: "whose weights have no copy in float32"}
+"""Kinds that are no faults, with whose choice they are."""
 UPDATED_OTHERWISE = "new weights are not those of the optimizer"
 KINDS = (
     STEPS,
@@ -34,6 +37,7 @@ KINDS = (
     DECAY_OTHER,
     DECAY_MIXED,
     VANISHED,
+    SOME_VANISHED,
     UPDATED_OTHERWISE,
     *OF_CLIPPING,
 )
@@ -62,7 +66,7 @@ def judge(record: Record) -> tuple[list[Finding], dict[str, str]]:
         found.append(Finding(TWICE, f"{len(several)} of them: {suffixes(several)}"))
     for everyones in record.updates:
         judged = _Judged(record, everyones, held=held)
-        found += judged.findings()
+        found += [finding for finding in judged.findings() if finding not in found]
         untested |= judged.not_tested
     return found, untested
 
@@ -210,39 +214,54 @@ class _Judged:
         if not update.is_first:
             self.not_tested[UPDATE] = "the optimizer had made steps before"
             return
-        vanished = dict[str, tuple[int, int]]()
+        changes = dict[str, int]()
+        vanished = dict[str, int]()
         otherwise = dict[str, str]()
-        for name, settings in self._settings.items():
+        for name in self._settings:
             if self._held[name] > 1:
                 continue
             before = self._before[name]
             made = update.weights[name].double() - before
-            gradient = update.gradients.get(name)
-            if gradient is None:
-                expected = torch.zeros_like(before)
-                limit = expected
-            else:
-                gradient = gradient.double().cpu()
-                rule = _by_sgd if update.optimizer == SGD else _by_adam
-                expected, error = rule(before, gradient, settings)
-                epsilon = torch.finfo(update.weights[name].dtype).eps
-                limit = epsilon * (2 * before.abs() + ROUNDINGS * error)
-            changes = expected != 0
-            still = changes & (made == 0)
-            if 2 * int(still.sum()) > int(changes.sum()):
-                vanished[name] = int(still.sum()), int(changes.sum())
-            elif not bool(((made - expected).abs() <= limit).all()):
+            expected, error = self._expected(name)
+            epsilon = torch.finfo(update.weights[name].dtype).eps
+            limit = epsilon * (2 * before.abs() + ROUNDINGS * error)
+            is_small = (expected != 0) & (expected.abs() <= epsilon * before.abs())
+            changes[name] = int((expected != 0).sum())
+            vanished[name] = int((is_small & (made == 0)).sum())
+            if not bool(((made - expected).abs() <= limit).all()):
                 otherwise[name] = _change(made, expected, before)
-        if vanished:
-            still_of_all = sum(still for still, _ in vanished.values())
-            all_of_them = sum(changes for _, changes in vanished.values())
-            dtype = str(update.weights[next(iter(vanished))].dtype).removeprefix("torch.")
-            details = f"{still_of_all} of {all_of_them} numbers keep their value in {dtype}: "
-            yield Finding(VANISHED, details + suffixes(vanished))
+        yield from self._vanished(changes, vanished)
         if otherwise:
             words = ", ".join(sorted(set(otherwise.values())))
             details = f"{len(otherwise)} of {len(self._settings)} parameters: "
             yield Finding(UPDATED_OTHERWISE, f"{details}{suffixes(otherwise)}: {words}")
+
+    def _expected(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the update of a parameter that should have been made, and by what its rounding is
+        to be measured."""
+        before = self._before[name]
+        gradient = self._update.gradients.get(name)
+        if gradient is None:
+            none = torch.zeros_like(before)
+            return none, none
+        rule = _by_sgd if self._update.optimizer == SGD else _by_adam
+        return rule(before, gradient.double().cpu(), self._settings[name])
+
+    def _vanished(self, changes: dict[str, int], vanished: dict[str, int]) -> Iterator[Finding]:
+        """Yields which parameters keep most of their numbers, as updates are too small for their
+        dtype. `changes`, `vanished`: how many numbers of each should change, and do not for that
+        reason."""
+        names = [name for name, count in vanished.items() if 2 * count > changes[name]]
+        if not names:
+            return
+        still = sum(vanished[name] for name in names)
+        of_them = sum(changes[name] for name in names)
+        dtype = str(self._update.weights[names[0]].dtype).removeprefix("torch.")
+        details = f"{still} of {of_them} numbers keep their value in {dtype}: {suffixes(names)}"
+        if 2 * sum(vanished.values()) > sum(changes.values()):
+            yield Finding(VANISHED, details)
+        else:
+            yield Finding(SOME_VANISHED, details)
 
 
 def _rate(settings: dict[str, Any]) -> float:

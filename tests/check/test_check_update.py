@@ -27,6 +27,7 @@ from longctx.check.updates import (
     KINDS,
     NOT_UPDATED,
     RATE,
+    SOME_VANISHED,
     STEPS,
     TWICE,
     UPDATE,
@@ -287,6 +288,58 @@ class TooSmall(Loop):
         return AdamW(decaying(model), lr=1e-6)
 
 
+class NormsVanish(Loop):
+    """A right one: their weights are near 1, where bfloat16 has steps of 0.4 or 0.8 %."""
+
+    dtype = "bfloat16"
+    asked: ClassVar[dict[str, float]] = {"max_norm": LIMIT}
+
+    def optimizer(self, model: Any) -> Any:
+        return AdamW(decaying(model), lr=1e-3)
+
+
+class PutBack(Loop):
+    """Weights are written over, which is no rounding."""
+
+    def optimizer(self, model: Any) -> Any:
+        optimizer = super().optimizer(model)
+        before = [each.detach().clone() for each in model.parameters()]
+
+        def put_back(*_: Any) -> None:
+            with torch.no_grad():
+                for weight, old in zip(model.parameters(), before, strict=True):
+                    weight.copy_(old)
+
+        optimizer.register_step_post_hook(put_back)
+        return optimizer
+
+
+class TwoOptimizers(Loop):
+    """A right one, and a fault where a method is overridden."""
+
+    asked: ClassVar[dict[str, float]] = {"max_norm": LIMIT}
+
+    def optimizer(self, model: Any) -> Any:
+        matrices, norms = decaying(model)
+        self.second = torch.optim.SGD(norms["params"], lr=RATE_ASKED)
+        return AdamW([matrices], lr=RATE_ASKED)
+
+    def finish(self, seen: Any, model: Any) -> Step:
+        seen.watch(self.second, **self.asked)
+        return super().finish(seen, model)
+
+    def update(self, optimizer: Any, model: Any) -> None:
+        optimizer.step()
+        self.second.step()
+
+
+class TwoWithoutNorms(TwoOptimizers):
+    def optimizer(self, model: Any) -> Any:
+        optimizer = super().optimizer(model)
+        self.second.param_groups[0]["params"].pop()
+        return optimizer
+
+
 class NotReduced(Loop):
     """After the step was recorded: ranks end with weights of their own."""
 
@@ -314,7 +367,7 @@ class ClippedBeforeMean(Loop):
         return step
 
 
-RIGHT = [Loop, BySgd, ByAdam, Scheduled, EverythingDecays, FrozenToo, InBfloat16]
+RIGHT = [Loop, BySgd, ByAdam, Scheduled, EverythingDecays, FrozenToo, InBfloat16, TwoOptimizers]
 FAULTS: dict[type[Loop], list[str]] = {
     WithoutNorms: [NOT_UPDATED],
     OldParameters: [NOT_UPDATED],
@@ -335,6 +388,8 @@ FAULTS: dict[type[Loop], list[str]] = {
     Half: [UPDATED_OTHERWISE],
     DecaysAgain: [UPDATED_OTHERWISE],
     TooSmall: [VANISHED],
+    PutBack: [UPDATED_OTHERWISE],
+    TwoWithoutNorms: [NOT_UPDATED],
 }
 
 
@@ -352,6 +407,15 @@ def test_a_right_update_is_silent(loop: type[Loop]) -> None:
     (verdict,) = check_step(loop(), [SHORT]).verdicts
     assert verdict.findings == []
     assert not verdict.not_tested.keys() & {CLIPPING, UPDATE}
+
+
+def test_what_bfloat16_rounds_away_of_few_is_a_choice() -> None:
+    (verdict,) = check_step(NormsVanish(), [SHORT]).verdicts
+    assert verdict.findings == []
+    (choice,) = verdict.choices
+    assert choice.kind == SOME_VANISHED
+    assert choice.details.startswith("160 of 160 numbers keep their value in bfloat16: ")
+    assert verdict.status == 0
 
 
 @pytest.mark.parametrize("loop", FAULTS)
