@@ -9,13 +9,14 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.check_hidden import parallel, parallel_more, plain, plain_more
+from bench.check_hidden import parallel, parallel_more, plain, plain_more, second, second_parallel
 from bench.check_hidden.cases import Case, Precision, distance, true_gradients
 from longctx.check import CheckError, Probe, Step, check_step
 
@@ -28,7 +29,12 @@ ROUNDING = 2e-5  # relative error of a right step, in float32
 SMALL = 0.02  # relative change of the gradient below which a fault is a small one
 
 
-MORE = (plain_more, parallel_more)  # modules that add to the cases of plain and parallel
+MORE = (
+    plain_more,
+    parallel_more,
+    second,
+    second_parallel,
+)  # modules that add to the cases of plain and parallel
 
 
 def cases() -> list[Case]:
@@ -134,15 +140,19 @@ def entry(case: Case, lines: list[str], far: float) -> dict[str, Any]:
         "off": float(f"{far:.2g}") if 0 < far < float("inf") else -1,
         "lines": lines,
         "read": before.get("read"),
+        "second": case.second,
+        "first_sight": before.get("first_sight"),
     }
 
 
-def run(pattern: str) -> int:
+def run(pattern: str, second_only: bool) -> int:
     """Runs the cases whose names match; returns 1 if a case is not what it says."""
     rank, ranks = processes()
     wrong = 0
     for case in cases():
         if case.processes != ranks or not re.search(pattern, case.name):
+            continue
+        if second_only and not case.second:
             continue
         start = time.perf_counter()
         torch.manual_seed(0)
@@ -185,7 +195,10 @@ def reading(entry: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> None:
-    """Takes readings over: a line is a verdict, a name and untrue sentences, with | between."""
+    """Takes readings over: a line is a verdict, a name and untrue sentences, with | between.
+
+    The first reading of a case of the second set is kept as the one at first sight.
+    """
     whole = stored()
     for line in path.read_text().splitlines():
         if not line.strip():
@@ -194,12 +207,27 @@ def read(path: Path) -> None:
         if verdict not in VERDICTS:
             raise ValueError(f"no verdict: {verdict}")
         case = whole[name]
-        case["read"] = {"verdict": verdict, "untrue": untrue, "lines": case["lines"]}
+        taken = {"verdict": verdict, "untrue": untrue, "lines": case["lines"]}
+        case["read"] = taken
+        if case.get("second") and case["first_sight"] is None:
+            case["first_sight"] = taken
     keep(whole)
 
 
-def group_of(name: str, whole: dict[str, Any]) -> tuple[str, str, str]:
-    """Returns side, sort and dtype of a case; how large a fault is is known in float32."""
+def first_sight(entry: dict[str, Any]) -> str:
+    """Returns the verdict that a case of the second set had before any mend."""
+    seen = entry["first_sight"]
+    if seen is None:
+        return "not read"
+    verdict: str = seen["verdict"]
+    return verdict
+
+
+Group = tuple[str, str, str, str]
+
+
+def group_of(name: str, whole: dict[str, Any]) -> Group:
+    """Returns set, side, sort and dtype of a case; how large a fault is is known in float32."""
     case = whole[name]
     plain_name = name.removesuffix(" [bfloat16]")
     dtype = "float32" if name == plain_name else "bfloat16"
@@ -210,7 +238,8 @@ def group_of(name: str, whole: dict[str, Any]) -> tuple[str, str, str]:
         what = "small faults"
     else:
         what = "faults"
-    return case["side"], what, dtype
+    examiner = "second set" if case.get("second") else "first set"
+    return examiner, case["side"], what, dtype
 
 
 def kinds(entry: dict[str, Any]) -> list[str]:
@@ -244,32 +273,52 @@ def in_bfloat16() -> list[str]:
     return [f"- {what}: {count}" for what, count in sorted(counts.items())]
 
 
-def score() -> None:
-    """Prints and writes how many cases have which verdict."""
-    counts: dict[tuple[str, str, str], Counter[str]] = {}
-    untrue: Counter[tuple[str, str, str]] = Counter()
-    whole = stored()
-    for name, case in whole.items():
-        group = group_of(name, whole)
-        verdict = reading(case)
-        counts.setdefault(group, Counter())[verdict] += 1
-        if verdict in VERDICTS and case["read"]["untrue"]:
-            untrue[group] += 1
-    columns = (*VERDICTS, "not read", "not read again")
-    head = ["", *columns, "with untrue sentences"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for group in sorted(counts):
-        cells = [str(counts[group][column] or "") for column in columns]
-        row = [", ".join(group), *cells, str(untrue[group] or "")]
+COLUMNS = (*VERDICTS, "not read", "not read again")
+
+
+def counted(entries: dict[str, Any], field: str, verdict_of: Callable[[Any], str]) -> list[str]:
+    """Returns a table of how many cases of a group have which verdict.
+
+    Args:
+        entries: cases of the store, by name.
+        field: of an entry: the reading that counts.
+        verdict_of: returns the verdict of an entry.
+    """
+    counts: dict[Group, Counter[str]] = {}
+    for name, case in entries.items():
+        group = counts.setdefault(group_of(name, entries), Counter())
+        verdict = verdict_of(case)
+        group[verdict] += 1
+        if verdict in VERDICTS and case[field]["untrue"]:
+            group["with untrue sentences"] += 1
+    columns = (*COLUMNS, "with untrue sentences")
+    lines = ["| " + " | ".join(["", *columns]) + " |", "|" + "---|" * (len(columns) + 1)]
+    for group_name in sorted(counts):
+        cells = [str(counts[group_name][column] or "") for column in columns]
+        row = [", ".join(group_name), *cells]
         lines.append("| " + " | ".join(row) + " |")
+    return lines
+
+
+def score() -> None:
+    """Prints and writes how many cases have which verdict, now and at first sight."""
+    whole = stored()
+    second_set = {name: case for name, case in whole.items() if case.get("second")}
+    now = counted(whole, field="read", verdict_of=reading)
+    before = counted(second_set, field="first_sight", verdict_of=first_sight)
     page = "\n".join(
         [
-            "# Faults by somebody who has not read the checker",
+            "# Faults by people who have not read the checker",
             "",
             "`python -m bench.check_hidden score`; cases, lines and readings are in",
             "check_hidden.json. Small faults change the gradient by less than 2 %, or only a log.",
+            "The checker was mended by the first set; the second one is by another examiner.",
             "",
-            *lines,
+            *now,
+            "",
+            "The second set at first sight, before any mend:",
+            "",
+            *before,
             "",
             "In bfloat16 (plain ones; kinds of findings, not read):",
             "",
@@ -278,7 +327,7 @@ def score() -> None:
         ]
     )
     PAGE.write_text(page)
-    print("\n".join(lines))
+    print("\n".join([*now, "", *before]))
 
 
 def main() -> int:
@@ -286,6 +335,7 @@ def main() -> int:
     parser.add_argument("pattern", nargs="?", default="", help="a regex of names; score; read")
     parser.add_argument("path", nargs="?", type=Path, help="a file of readings, for read")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--second", action="store_true", help="the second set only")
     asked = parser.parse_args()
     if asked.pattern == "score":
         score()
@@ -296,7 +346,7 @@ def main() -> int:
     Precision.dtype = getattr(torch, asked.dtype)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
-    return run(asked.pattern)
+    return run(asked.pattern, second_only=asked.second)
 
 
 if __name__ == "__main__":

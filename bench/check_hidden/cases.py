@@ -36,6 +36,7 @@ class Case:
         probes: what it is checked on.
         only_logged: whether the gradients are right, and only what is logged is not.
         rounds: whether a right loop rounds more than float32 does.
+        second: whether it is of the second set, which another examiner has written.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     probes: tuple[Probe, ...] = USUAL
     only_logged: bool = False
     rounds: bool = False
+    second: bool = False
 
 
 class Precision:

@@ -74,6 +74,7 @@ def wrong(
     source: str = "own",
     probes: tuple[Probe, ...] = USUAL,
     processes: int = 2,
+    second: bool = False,
     **hooks: Any,
 ) -> None:
     """Adds a loop with a fault."""
@@ -86,6 +87,7 @@ def wrong(
         fault=fault,
         probes=probes,
         processes=processes,
+        second=second,
     )
     CASES.append(case)
 
@@ -95,11 +97,19 @@ def right(
     loop: AnyLoop,
     probes: tuple[Probe, ...] = USUAL,
     processes: int = 2,
+    second: bool = False,
     **hooks: Any,
 ) -> None:
     """Adds a loop that is right."""
     odd: Any = replace(loop, **hooks)
-    case = Case(name, make=odd.step, model=odd.model, probes=probes, processes=processes)
+    case = Case(
+        name,
+        make=odd.step,
+        model=odd.model,
+        probes=probes,
+        processes=processes,
+        second=second,
+    )
     CASES.append(case)
 
 

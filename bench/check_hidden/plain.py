@@ -50,6 +50,7 @@ def wrong(
     source: str = "own",
     probes: tuple[Probe, ...] = USUAL,
     only_logged: bool = False,
+    second: bool = False,
     **hooks: Any,
 ) -> None:
     """Adds a loop with a fault."""
@@ -62,6 +63,7 @@ def wrong(
         fault=fault,
         probes=probes,
         only_logged=only_logged,
+        second=second,
     )
     CASES.append(case)
 
@@ -71,11 +73,12 @@ def right(
     loop: Loop,
     probes: tuple[Probe, ...] = USUAL,
     rounds: bool = False,
+    second: bool = False,
     **hooks: Any,
 ) -> None:
     """Adds a loop that is right."""
     odd = replace(loop, **hooks)
-    case = Case(name, make=odd.step, model=odd.model, probes=probes, rounds=rounds)
+    case = Case(name, make=odd.step, model=odd.model, probes=probes, rounds=rounds, second=second)
     CASES.append(case)
 
 
