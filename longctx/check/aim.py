@@ -26,6 +26,11 @@ class Aim:
         """Returns the right weights of targets of a probe's `Tokens` by a `Reference`."""
         return dict.fromkeys(targets, 1 / max(len(targets), 1))
 
+    def rounding(self, record: Any, reference: Any) -> float:
+        """Returns by how much rounding changes right weights in the dtype of a `Record`, relative
+        to them."""
+        return 0.0
+
     def faults(self, facts: Any) -> list[Finding]:
         """Returns faults that this aim alone knows, of the `Facts` of a step, in place of those of
         predictions without loss and of weights; nothing: there are none."""

@@ -7,6 +7,7 @@ with the weight w = β σ(-β m) / pairs on every target of the chosen document,
 the rejected.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
@@ -21,9 +22,11 @@ from .finding import Finding
 from .likely import logits_of, of_targets
 from .objectives import nearest
 from .probe import Probe, Tokens
-from .record import reference_of
+from .record import Record, reference_of
 from .reference import Reference
+from .rounding import TIMES
 from .scale import SCALE
+from .tolerances import FLOAT32, NAMES
 
 SWAPPED = "chosen and rejected documents are swapped"
 SAME_SIGN = "rejected documents are trained as chosen ones are"
@@ -97,6 +100,21 @@ class Preference(Aim):
             found[number, target] = size if document % 2 == 0 else -size
         return found
 
+    def rounding(self, record: Record, reference: Reference) -> float:
+        """Returns β times what rounding changes of a margin: the most that σ(-β m) changes by; more
+        where least squares have to tell ends of texts apart."""
+        if record.tolerances.states == FLOAT32.states:
+            return 0.0
+        rounded = copy.deepcopy(reference.model).to(record.dtype)
+        other = None if self._reference is None else copy.deepcopy(self._reference).to(record.dtype)
+        coarse = Scores(record.tokens, rounded, other).margins()
+        fine = self.scores(record.tokens, reference).margins()
+        apart = [abs(one - another) for one, another in zip(coarse, fine, strict=True)]
+        found = TIMES * self.beta * max(apart)
+        if record.looked is None:
+            found += record.tolerances.residual_of_unknown
+        return found
+
     def loss(self, facts: Facts) -> float:
         margins = self.scores(facts.tokens, facts.reference).margins()
         pairs = {document // 2 for document in facts.documents}
@@ -112,11 +130,15 @@ class Preference(Aim):
         return None
 
     def not_tested(self, facts: Facts) -> dict[str, str]:
+        found = dict[str, str]()
+        if facts.limits.states > FLOAT32.states:
+            what = f"weights of pairs that are off by less than {facts.same:.1%}"
+            found[what] = f"{NAMES[facts.record.dtype]} rounds margins"
         margins = self.scores(facts.tokens, facts.reference).margins()
-        if max(map(abs, margins)) > NO_MARGINS:
-            return {}
-        another = "another one: probe.model(.., initializer_range=.25)"
-        return {"the margins of pairs": f"the reference is the model itself ({another})"}
+        if max(map(abs, margins)) <= NO_MARGINS:
+            another = "another one: probe.model(.., initializer_range=.25)"
+            found["the margins of pairs"] = f"the reference is the model itself ({another})"
+        return found
 
     def faults(self, facts: Facts) -> list[Finding]:
         """Returns what is wrong with the weights of documents; nothing where all are right, or
@@ -285,8 +307,11 @@ class _Documents:
         other = {chosen: partner for chosen, partner in partners.items() if partner != chosen + 1}
         if other:
             first = min(other)
+            count = f"{len(other)} of {len(partners)}"
+            if len(other) < len(partners):
+                count = f"at least {count}"  # as others may weigh alike by chance
             words = f"document {first} with document {other[first]}"
-            return [Finding(OTHER_PAIRS, f"{len(other)} of {len(partners)}, {words}")]
+            return [Finding(OTHER_PAIRS, f"{count}, {words}")]
         right = scores.margins()
         found = dict[int, str]()
         for document, size in sorted(self._sizes.items()):

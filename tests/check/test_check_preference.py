@@ -1,6 +1,7 @@
 """Faults of a step on pairs of preferences are named, and right ones are silent."""
 
 import runpy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,13 @@ def found_by_trl(probes: list[Probe], **more: Any) -> list[list[str]]:
 def test_a_trainer_of_trl_on_pairs_is_right() -> None:
     assert found_by_trl([*PROBES[:4]]) == [[], [], [], []]
     assert found_by_trl([SHORT], adapters=True) == [[]]
+
+
+def test_a_trainer_of_trl_on_pairs_is_right_in_bfloat16() -> None:
+    """Margins are rounded there, β times as much; ends of texts are hardly told apart."""
+    prompts, ends = (replace(PROBES[number], dtype="bfloat16") for number in (1, 2))
+    assert found_by_trl([prompts], beta=BETA_ASKED) == [[]]
+    assert found_by_trl([ends]) == [[]]
 
 
 @pytest.mark.slow
