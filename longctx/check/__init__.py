@@ -5,6 +5,8 @@ from .data import DataReport, check_data
 from .data_batches import Data, DataOfTrainer
 from .errors import CheckError, UsageError
 from .finding import Finding
+from .policy import Policy
+from .preference import Preference
 from .probe import PROBES, Probe
 from .record import Step, record
 from .step import Report, Verdict, check_step
@@ -16,6 +18,8 @@ __all__ = [
     "DataOfTrainer",
     "DataReport",
     "Finding",
+    "Policy",
+    "Preference",
     "Probe",
     "Report",
     "Step",

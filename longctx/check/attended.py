@@ -13,8 +13,8 @@ import torch
 from transformers import AttentionInterface
 
 from .contexts import Sequence
-from .record import Tensors
 from .reference import Reference
+from .tensors import Tensors
 
 NAME = "longctx_check"
 """Of the attention function that keeps heads."""

@@ -8,8 +8,8 @@ from .changes import ROUNDED, change_of_gradient
 from .facts import Facts
 from .finding import Finding, suffixes
 from .largest import largest
-from .record import Tensors
 from .routers import loss_of_routers
+from .tensors import Tensors
 
 BACKWARD_WRONG = "the backward pass is wrong"
 KEYS_WITHOUT_GRADIENT = "keys and values get no gradient from the queries of other ranks"

@@ -2,11 +2,23 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from math import copysign, inf
 
+from .contexts import Sequence
 from .fit import Fit, Pair
 from .probe import END
 from .record import Record
-from .reference import Reference
+from .reference import Prediction, Reference
+from .tolerances import FLOAT32
+
+LEAST_SHARE = 0.05
+"""Of the largest right weight: a smaller one is not the measure of its own rounding."""
+
+LEAST_SHARE_OF_ROUGH = 0.5
+"""The same, of what least squares find in a coarse dtype."""
+TIMES_OF_ALIKE = 4.0
+"""Times what a coarse dtype leaves of weights, of predictions that least squares hardly tell apart:
+a pair of ends of texts that both predict an end had 0.05 in bfloat16."""
 
 
 class Facts:
@@ -18,7 +30,8 @@ class Facts:
         at: rank, call, and row of all calls where each token is first.
         wanted: predictions that count in a right step, of the documents that are in it.
         all_wanted: how many would count with the missing documents.
-        relative: weights times the number of wanted predictions: 1 if right.
+        right: weights of wanted predictions in a right step.
+        relative: weights relative to these, or of others to the mean of these: 1 if right.
         kept, lost, extra: wanted predictions that count, those that do not, and others that count.
         unknown, known: tokens whose hidden states no context has, and others.
     """
@@ -46,11 +59,21 @@ class Facts:
         ]
         self.wanted = self._wanted_of(self.documents)
         every_wanted = self._wanted_of(everything)
-        self.relative = {pair: weight * len(self.wanted) for pair, weight in fit.pairs().items()}
+        self.aim = record.aim
+        self.right = self.aim.weights(self.wanted, tokens, reference)
+        self.same += self.aim.rounding(record, reference)
+        is_coarse = self.limits.weights > FLOAT32.weights
+        self._is_rough = fit.shown is None and is_coarse
+        self._least_share = LEAST_SHARE_OF_ROUGH if self._is_rough else LEAST_SHARE
+        sizes = [abs(weight) for weight in self.right.values()]
+        self._largest = max(sizes, default=0.0)
+        self._usual = sum(sizes) / max(len(sizes), 1) or inf
+        self.relative = {pair: self._relative(pair, weight) for pair, weight in fit.pairs().items()}
         # Nobody knows which tokens predict the ends of documents.
         if fit.shown is None and not any(target == END for _, target in self.relative):
             self.wanted = [pair for pair in self.wanted if pair[1] != END]
             every_wanted = [pair for pair in every_wanted if pair[1] != END]
+            self.right = self.aim.weights(self.wanted, tokens, reference)
         self.all_wanted = len(every_wanted)
         least = self._least_weight()
         counted = {
@@ -63,10 +86,25 @@ class Facts:
         self.known = self._judged() - self.unknown
         self._of_rules()
 
+    def _relative(self, pair: Pair, weight: float) -> float:
+        """Returns the weight of a prediction relative to the right one; of one that should not
+        count, to the usual one. Of a right one that is far below others, the difference is compared
+        with these, as what is left by rounding is."""
+        if pair not in self.right:
+            return weight / self._usual
+        right = self.right[pair]
+        least = self._least_share * self._largest
+        if abs(right) >= least:
+            return weight / right
+        return 1 + (weight - right) / copysign(least, right)
+
     def _least_weight(self) -> float:
         """Returns what a weight has to exceed to count."""
         if self.fit.shown is None:
-            return self.limits.weights
+            least = self.limits.weights * max(self._largest / self._usual, 1.0)
+            if self._is_rough:
+                least *= TIMES_OF_ALIKE
+            return least
         return self.limits.least_weight * max(map(abs, self.relative.values()), default=0.0)
 
     def _judged(self) -> set[int]:
@@ -84,6 +122,19 @@ class Facts:
             for number in tokens.of(document)[:-1]
             if tokens.probe.trained(document, tokens.place[number + 1])
         ]
+
+    def right_predictions(self) -> dict[Prediction, float]:
+        """Returns the weights of a right step, documents apart."""
+        right = dict[Prediction, float]()
+        for document in self.documents:
+            numbers = self.tokens.of(document)
+            sequence = Sequence(tuple(numbers), tuple(range(len(numbers))))
+            for number, target in self.wanted:
+                if number in numbers:
+                    place = self.tokens.place[number]
+                    prediction = Prediction(sequence, place, target)
+                    right[prediction] = self.right[number, target]
+        return right
 
     def _of_rules(self) -> None:
         """Sets what only rules ask for."""

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 
-from .contexts import Sequence
 from .facts import Facts
 from .finding import Finding
-from .reference import Prediction
 
 LOGGED_LOSS = "the logged loss is wrong"
 LOGGED_NORM = "the logged gradient norm is wrong"
@@ -16,10 +14,9 @@ def wrong_log(facts: Facts, loss: float | None) -> Iterator[Finding]:
     norm that is not that of the gradients."""
     record = facts.record
     if record.loss is not None and loss is not None:
-        right = _right_loss(facts)
-        if (
-            not min(abs(record.loss - right), abs(record.loss - loss))
-            <= facts.limits.logged * right
+        right = facts.aim.loss(facts)
+        if not min(abs(record.loss - right), abs(record.loss - loss)) <= facts.limits.logged * abs(
+            right
         ):
             yield Finding(
                 LOGGED_LOSS,
@@ -30,22 +27,3 @@ def wrong_log(facts: Facts, loss: float | None) -> Iterator[Finding]:
         if not abs(record.norm - norm) <= facts.limits.logged * norm:
             words = f"{record.norm:.5g} and not {norm:.5g} ({record.norm / norm:.4g} times)"
             yield Finding(LOGGED_NORM, words)
-
-
-def _right_loss(facts: Facts) -> float:
-    """Returns the mean loss of the wanted predictions, documents apart."""
-    return facts.reference.loss(right_weights(facts))
-
-
-def right_weights(facts: Facts) -> dict[Prediction, float]:
-    """Returns the weights of a right step: 1/N of each wanted prediction, documents apart."""
-    right = dict[Prediction, float]()
-    for document in facts.documents:
-        numbers = facts.tokens.of(document)
-        sequence = Sequence(tuple(numbers), tuple(range(len(numbers))))
-        own = (pair for pair in facts.wanted if pair[0] in numbers)
-        right |= {
-            Prediction(sequence, facts.tokens.place[number], target): 1 / len(facts.wanted)
-            for number, target in own
-        }
-    return right

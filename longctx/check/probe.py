@@ -1,8 +1,9 @@
 """Probes: documents whose every token names its document and its place, so that ids alone tell what
 a step did with them."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +57,8 @@ class Probe:
         pad: id of padding; END, as where a tokenizer has no token for padding, or PAD.
         micro_batches: micro-batches of a rank, for the user's `make`.
         dtype: of the weights of models, one of DTYPES.
+        paired: whether each two documents are a pair of preference, the chosen one first, which
+            begin with the same prompt.
     """
 
     name: str = "documents"
@@ -65,15 +68,47 @@ class Probe:
     pad: int = PAD
     micro_batches: int = 1
     dtype: str = "float32"
+    paired: bool = False
 
     @cached_property
     def documents(self) -> list[list[int]]:
-        found = []
+        found: list[list[int]] = []
         next_id = FIRST
         for length in self.lengths:
             ids = list(range(next_id, next_id + length))
             next_id += length
+            if self.paired and len(found) % 2:
+                prompt = self.prompt_of(len(found))
+                ids[:prompt] = found[-1][:prompt]
             found.append([*ids[:-1], END] if self.ends and length > 1 else ids)
+        return found
+
+    def prompt_of(self, document: int) -> int:
+        """Returns how many tokens the prompt of a document has."""
+        if not self.paired:
+            return int(self.prompt * self.lengths[document])
+        first = document - document % 2
+        return int(self.prompt * min(self.lengths[first : first + 2]))
+
+    def in_pairs(self) -> "Probe":
+        """Returns the probe whose documents are `pairs`; one without a partner is left out."""
+        even = len(self.lengths) - len(self.lengths) % 2
+        return replace(self, lengths=self.lengths[:even], paired=True)
+
+    @property
+    def pairs(self) -> list[dict[str, list[int]]]:
+        """A data set for trainers of preferences: `prompt_ids`, `chosen_ids` and `rejected_ids` of
+        each two documents. Without prompts in the probe they have none."""
+        found = []
+        documents = self.in_pairs().documents
+        for first in range(0, len(documents), 2):
+            chosen = documents[first]
+            rejected = documents[first + 1]
+            prompt = self.in_pairs().prompt_of(first)
+            row = {"prompt_ids": chosen[:prompt]}
+            row["chosen_ids"] = chosen[prompt:]
+            row["rejected_ids"] = rejected[prompt:]
+            found.append(row)
         return found
 
     @property
@@ -83,7 +118,7 @@ class Probe:
 
     def trained(self, document: int, place: int) -> bool:
         """Returns whether a token is a target: no first one, and none of a prompt."""
-        return place > 0 and place >= int(self.prompt * self.lengths[document])
+        return place > 0 and place >= self.prompt_of(document)
 
     @property
     def rows(self) -> list[dict[str, list[int]]]:
@@ -180,6 +215,9 @@ class Tokens:
         self.document = [number for number, ids in enumerate(probe.documents) for _ in ids]
         self.place = [at for ids in probe.documents for at in range(len(ids))]
         self.number = {token: number for number, token in enumerate(self.ids) if token != END}
+        counts = Counter(self.ids)
+        self._shared = {token for token in self.number if counts[token] > 1}
+        """Ids of prompts that two documents begin with."""
 
     def of(self, document: int) -> range:
         """Returns the numbers of a document's tokens."""
@@ -196,15 +234,26 @@ class Tokens:
 
     def numbers(self, row: Sequence[int]) -> list[int]:
         """Returns the numbers of a row of ids. An END belongs to the document whose second-last
-        token is before it."""
+        token is before it, a token of a shared prompt to the document of what follows."""
         found: list[int] = []
-        for token in row:
+        for at, token in enumerate(row):
             number = self.number.get(token, -1)
+            if token in self._shared:
+                number = self._of_prompt(number, row[at + 1 :])
             if token == END and found and found[-1] >= 0:
                 after = self.next(found[-1])
                 number = after if after is not None and self.ids[after] == END else -1
             found.append(number)
         return found
+
+    def _of_prompt(self, number: int, after: Sequence[int]) -> int:
+        """Returns the number of a token of a shared prompt: in the document of the next token that
+        is none, or in the chosen one."""
+        place = self.place[number]
+        for token in after:
+            if token in self.number and token not in self._shared:
+                return self.of(self.document[self.number[token]])[place]
+        return self.of(self.document[number] - 1)[place]
 
     def pieces(self, row: Sequence[int]) -> Iterator[list[int]]:
         """Yields the runs of consecutive tokens of one document in a row of numbers."""

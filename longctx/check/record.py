@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .aim import Aim
 from .errors import CheckError
 from .largest import largest
 from .looked import Looked, Output, Parts, keep_parts, look, plain_name
 from .probe import END, PAD, Tokens
+from .tensors import Tensors, gradients_of, whole
 from .tolerances import NAMES, OF, Tolerances, coarsest
+from .watched import Asked, Update, Watch
 
-Tensors = dict[str, torch.Tensor]
 FEWEST_NEIGHBOURS = 16
 """Fewest pairs of neighbouring tokens that tell whether a step was made on a probe."""
 
@@ -50,6 +52,8 @@ class Step:
         dtype: the coarsest in which weights, hidden states or logits were kept.
         changed_at: number of the first call with other weights than the call before it; 0: none.
         not_finite_in: words for the first part of a layer that is not finite; "": none.
+        updates: of the optimizers that are watched.
+        aim: how much each prediction should count; without, all targets alike.
     """
 
     reference: nn.Module
@@ -64,6 +68,8 @@ class Step:
     dtype: torch.dtype = torch.float32
     changed_at: int = 0
     not_finite_in: str = ""
+    updates: Sequence[Update] = ()
+    aim: Aim = field(default_factory=Aim)
 
 
 @dataclass
@@ -78,6 +84,25 @@ class Recorder:
     positions: list[torch.Tensor | None] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     parts: Parts = field(default_factory=dict)
+    watches: list[Watch] = field(default_factory=list)
+
+    def watch(
+        self,
+        optimizer: Any,
+        *,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+        max_norm: float | None = None,
+        model: Any = None,
+    ) -> None:
+        """Has what an optimizer does until the end of `record` judged, too; call it before the
+        optimizer steps. Settings are those that you mean, `max_norm` the limit of gradients' norm;
+        `model`: as of `step`.
+
+        Raises CheckError for what is no optimizer of torch.
+        """
+        asked = Asked(lr, weight_decay, max_norm=max_norm)
+        self.watches.append(Watch(optimizer, model or self.model, asked))
 
     def step(
         self,
@@ -85,9 +110,10 @@ class Recorder:
         grad_norm: float | None = None,
         rows: Sequence[torch.Tensor] = (),
         model: Any = None,
+        aim: Aim | None = None,
     ) -> Step:
         """Returns the step with the gradients that there are now, of `model` if the recorded one
-        was replaced by it.
+        was replaced by it; `aim`: by default the mean of all targets.
 
         Collective if parameters are sharded (DTensor).
         """
@@ -97,15 +123,9 @@ class Recorder:
             for name, outputs in self.parts.items()
             if not all(output.isfinite().all() for output in outputs)
         )
-        named = (model or self.model).named_parameters()
-        gradients = {
-            plain_name(name): whole(weight.grad)
-            for name, weight in named
-            if weight.grad is not None
-        }
         return Step(
             self.reference,
-            gradients,
+            gradients_of(model or self.model),
             calls=self.calls,
             loss=loss,
             grad_norm=grad_norm,
@@ -116,6 +136,8 @@ class Recorder:
             dtype=coarsest(self.dtypes),
             changed_at=next((at for at, (one, next_one) in pairs if one != next_one), 0),
             not_finite_in=next(not_finite, ""),
+            updates=[each.update for each in self.watches],
+            aim=aim or Aim(),
         )
 
 
@@ -157,6 +179,8 @@ def record(model: Any) -> Iterator[Recorder]:
     finally:
         for hook in hooks:
             hook.remove()
+        for watch in seen.watches:
+            watch.remove()
 
 
 def _sums(model: Any) -> list[float]:
@@ -257,12 +281,6 @@ def _with_adapters_of(model: Any, plain: Any) -> Any:
     return plain
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy, gathered if the tensor is a DTensor (collective then)."""
-    full = getattr(tensor, "full_tensor", None)
-    return (full() if full is not None else tensor).detach().clone()
-
-
 class Row(NamedTuple):
     """A row of token ids: their numbers in the probe, its rank, its call on it, and positions if
     the call was given some."""
@@ -291,6 +309,9 @@ class Record:
         changed_at: number of a rank's first call with other weights; 0: none.
         not_finite_in: words for a rank's first part that is not finite; "": none.
         weights_apart: names of parameters that ranks began the step with different values of.
+        updates: of each watched optimizer, every rank's.
+        of_ranks: gradients of each rank, where they differ.
+        aim: of the first rank.
     """
 
     tokens: Tokens
@@ -309,6 +330,9 @@ class Record:
     changed_at: int
     not_finite_in: str
     weights_apart: list[str]
+    updates: list[list[Update]]
+    of_ranks: list[Tensors]
+    aim: Aim
 
     @property
     def documents(self) -> list[int]:
@@ -337,6 +361,7 @@ class _OfRank:
     changed_at: int
     not_finite_in: str
     sums: dict[str, float]
+    updates: Sequence[Update]
 
 
 def gather(step: Step, tokens: Tokens) -> Record | None:
@@ -358,7 +383,7 @@ def gather(step: Step, tokens: Tokens) -> Record | None:
     for each in everyones:
         if isinstance(each, Exception):
             raise each
-    return _as_one(step.reference, everyones, tokens)
+    return _as_one(step, everyones, tokens)
 
 
 def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
@@ -384,10 +409,12 @@ def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
         sums={
             name: float(weight.detach().sum()) for name, weight in step.reference.named_parameters()
         },
+        updates=step.updates,
     )
 
 
-def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> Record:
+def _as_one(own: Step, everyones: list[_OfRank], tokens: Tokens) -> Record:
+    """Returns the record of all ranks; `own`: the first rank's step."""
     called = _with_ends([row for each in everyones for row in each.calls], tokens)
     _require_ids_of_the_probe(called, tokens)
     used = {token for row in called for token in row.ids}
@@ -397,7 +424,7 @@ def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> R
     looked = [each.looked for each in everyones if each.looked is not None]
     return Record(
         tokens,
-        reference,
+        own.reference,
         ranks=len(everyones),
         gradients=mean,
         apart=apart,
@@ -416,7 +443,26 @@ def _as_one(reference: nn.Module, everyones: list[_OfRank], tokens: Tokens) -> R
             for name, value in everyones[0].sums.items()
             if any(each.sums.get(name) != value for each in everyones[1:])
         ],
+        updates=_by_optimizer(everyones),
+        of_ranks=[each.gradients for each in everyones] if apart else [],
+        aim=own.aim,
     )
+
+
+def _by_optimizer(everyones: list[_OfRank]) -> list[list[Update]]:
+    """Returns what all ranks say of each watched optimizer. Raises CheckError for one that made no
+    step on a rank, and ranks that watch another number of them."""
+    counts = {len(each.updates) for each in everyones}
+    if len(counts) > 1:
+        raise CheckError(f"ranks watch {min(counts)} to {max(counts)} optimizers: watch as many")
+    found = list[list[Update]]()
+    for of_one in zip(*(each.updates for each in everyones), strict=True):
+        if any(not update.steps for update in of_one):
+            raise CheckError(
+                "a watched optimizer made no step before the end of `record`: let it step there"
+            )
+        found.append(list(of_one))
+    return found
 
 
 def _at_first_rank(mine: Any) -> list[Any] | None:

@@ -20,7 +20,8 @@ from .contexts import Sequence
 from .errors import CheckError
 from .looked import Parts, keep_parts, of_tokens
 from .objectives import CHANGES, final_logits
-from .record import Record, Tensors
+from .record import Record
+from .tensors import Tensors
 
 LAST = "input of the output layer"
 """Words for the last part, whose hidden states are wrong in any case."""

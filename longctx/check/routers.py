@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from .contexts import Sequence
-from .record import Record, Tensors
+from .record import Record
 from .reference import Reference
+from .tensors import Tensors
 
 NAME = "load_balancing_loss_func"
 """Of the function in the modules of transformers' models."""

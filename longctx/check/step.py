@@ -26,8 +26,13 @@ from .record import Record, Step, gather, of_first_rank
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown
+from .updates import CHOICES as OF_UPDATES
+from .updates import judge
 from .verdict import findings, is_allowed, not_finite, require_kinds
-from .weights import CHOICES
+from .weights import CHOICES as OF_WEIGHTS
+
+CHOICES = OF_WEIGHTS | OF_UPDATES
+"""Kinds that are no faults, with whose choice they are."""
 
 
 @dataclass
@@ -132,7 +137,11 @@ def check_step(
     repeat, UsageError for an allowed fault that does not exist.
     """
     require_kinds(allow)
-    return Report([_judged(_step(make(probe), probe), probe, allow) for probe in probes])
+    verdicts = list[Verdict]()
+    for probe in probes:
+        step = _step(make(probe), probe)
+        verdicts.append(_judged(step, step.aim.probe_of(probe), allow))
+    return Report(verdicts)
 
 
 def _step(made: Any, probe: Probe) -> Step:
@@ -199,7 +208,11 @@ def _verdict_on(record: Record, probe: Probe, allow: Sequence[str]) -> Verdict:
             alike = fitter.alike(fit)
         facts = Facts(record, reference, fit)
         found = list(findings(facts))
-        untested = not_tested(record, reference)
+        untested = not_tested(record, reference) | facts.aim.not_tested(facts)
+    if record.updates:
+        of_updates, untested_of_updates = judge(record)
+        found += of_updates
+        untested |= untested_of_updates
     choices = [each for each in found if each.kind in CHOICES]
     faults = [each for each in found if each not in choices]
     allowed = [each for each in faults if is_allowed(each, allow)]

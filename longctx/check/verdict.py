@@ -22,12 +22,15 @@ from .errors import UsageError
 from .facts import Facts
 from .finding import UNEXPLAINED, Finding, suffixes
 from .fit import Shown
-from .logged import LOGGED_LOSS, LOGGED_NORM, right_weights, wrong_log
+from .logged import LOGGED_LOSS, LOGGED_NORM, wrong_log
 from .places import HIDDEN, PLACES, wrong_places
+from .policy import KINDS as OF_POLICIES
+from .preference import KINDS as OF_PAIRS
 from .record import Record
 from .reference import Gradients
 from .scale import SCALE
 from .targets import EXTRA, LOST, NOT_SHIFTED, SHIFTED_TWICE, extra_targets, lost_targets
+from .updates import KINDS as UPDATES
 from .variants import KINDS as VARIANTS
 from .weights import (
     CHUNKS,
@@ -83,6 +86,9 @@ def kinds() -> list[str]:
         *PLACES,
         *CAUSES,
         *VARIANTS,
+        *UPDATES,
+        *OF_PAIRS,
+        *OF_POLICIES,
         *EXTRA,
         *LOST,
     ]
@@ -150,7 +156,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield from wrong_contexts(facts)
     yield from wrong_places(facts)
     yield from missing_documents(facts)
+    yield from facts.aim.of_given(facts)
     other_objective = fit.shown is not None and bool(fit.shown.objective)
+    of_aim = list[Finding]()
     if fit.shown is not None and fit.shown.objective:
         yield _objective(fit.shown)
     else:
@@ -162,7 +170,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
             and {finding.kind for finding in extra} <= {NOT_SHIFTED, SHIFTED_TWICE}
         ):
             return
-        yield from lost_targets(facts)
+        # These first: with them, weights of whole documents may be as good as 0.
+        of_aim = facts.aim.faults(facts) if not record.apart else []
+        yield from of_aim or lost_targets(facts)
     if facts.missing:
         yield from same_data(record)
     gradients = _expected(facts)
@@ -170,14 +180,14 @@ def findings(facts: Facts) -> Iterator[Finding]:
         names = suffixes(gradients.missing)
         yield Finding(NO_GRADIENT, f"{len(gradients.missing)} of them: {names}")
     if not record.apart:
-        if not other_objective:
+        if not other_objective and not of_aim and facts.aim.is_judged(facts):
             yield from wrong_weights(facts)
         after = list(after_backward(facts))
         beside = list(beside_tokens(facts, gradients.of)) if fit.whole else []
         yield from beside or after
         if fit.whole and not after and not beside:
             yield from wrong_backward(facts, gradients.of)
-    loss = facts.reference.loss(fit.weights) if fit.whole and not other_objective else None
+    loss = facts.aim.loss_of_step(facts) if fit.whole and not other_objective else None
     yield from wrong_log(facts, loss)
 
 
@@ -186,7 +196,7 @@ def _expected(facts: Facts) -> Gradients:
     not known whole, to tell which parameters have one."""
     fit = facts.fit
     if not fit.whole:
-        return facts.reference.gradients(right_weights(facts))
+        return facts.reference.gradients(facts.right_predictions())
     if fit.shown is not None and fit.shown.slopes is not None:
         return facts.reference.gradients_of(fit.shown.slopes)
     return facts.reference.gradients(fit.weights)

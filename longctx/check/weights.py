@@ -66,7 +66,7 @@ def _by_groups(facts: Facts) -> Iterator[Finding]:
             return
     if even:
         name, several = min(even.items(), key=lambda each: len(each[1]))
-        details = f"{_values(several)} times 1/N"
+        details = f"{_values(several)} times {facts.aim.unit}"
         if name in ("documents", "rows"):
             power = _power(several)
             details += f", as the power {power:.3g} of their lengths" if power else ""
@@ -85,9 +85,9 @@ def _by_groups(facts: Facts) -> Iterator[Finding]:
     values = Counter(f"{weight:.4g}" for weight in facts.kept.values())
     if len(values) <= 3:
         counted = [f"{value} for {count} targets" for value, count in values.most_common()]
-        yield Finding(WEIGHTS, f"{', '.join(counted)}, times 1/N")
+        yield Finding(WEIGHTS, f"{', '.join(counted)}, times {facts.aim.unit}")
         return
-    yield Finding(WEIGHTS, f"from {least:.3g} to {most:.3g} times 1/N")
+    yield Finding(WEIGHTS, f"from {least:.3g} to {most:.3g} times {facts.aim.unit}")
 
 
 def _power(several: list[list[float]]) -> float:

@@ -32,11 +32,11 @@ from longctx.check.record import Row, _with_ends, gather
 from longctx.check.reference import Reference
 from longctx.check.scale import SCALE
 from longctx.check.shown import fit_shown
+from longctx.check.step import CHOICES
 from longctx.check.targets import OF_OTHERS
 from longctx.check.tolerances import FLOAT32
 from longctx.check.variants import EPSILON
 from longctx.check.verdict import NO_GRADIENT, NOT_FINITE, OBJECTIVE_OTHER, OTHER_WEIGHTS, kinds
-from longctx.check.weights import CHOICES
 from longctx.cli import main
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
 from tests.marks import slow_unless

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from longctx.check.aim import Aim
 from longctx.check.causes import _by_variant, _largest_difference
 from longctx.check.contexts import Sequence
 from longctx.check.facts import Facts
@@ -31,6 +32,7 @@ def test_a_weight_that_is_not_known_to_be_zero_counts(weight: float, counts: boo
         calls=[],
         documents=range(len(SHORT.lengths)),
         tolerances=FLOAT32,
+        aim=Aim(),
     )
     fit: Any = SimpleNamespace(
         roughly=False, shown=None, unseen=set[int](), pairs=lambda: {pair: weight / wanted}
