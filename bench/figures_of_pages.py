@@ -268,11 +268,63 @@ def trees_measured() -> list[str]:
     return [*textwrap.wrap(text, 160), "", *markdown(head, lines, 1)]
 
 
+def large_table() -> list[str]:
+    """Steps of many kinds, planned by the code before and now."""
+    rows = {(row["label"], row["step"], row["documents"]): row for row in rows_of("plan-large")}
+    lines = []
+    for (label, step, documents), now in rows.items():
+        if label == "before":
+            continue
+        before = rows.get(("before", step, documents))
+        lines.append(
+            [
+                f"{step}, {int(documents):,} × {int(now['ranks']):,}",
+                *(_percent(row, "gap", 1) for row in (before, now)),
+                *(_percent(row, "whole", 0) for row in (before, now)),
+                *(f"{float(row['planning_s']):.1f}" if row else "–" for row in (before, now)),
+                f"{float(now['memory_mib']):.0f}",
+            ]
+        )
+    head = [
+        "documents × ranks",
+        "gap, before",
+        "now",
+        "whole, before",
+        "now",
+        "CPU s, before",
+        "now",
+        "MiB, now",
+    ]
+    return markdown(head, lines, numbers_from=1)
+
+
+def _percent(row: Row | None, name: str, digits: int) -> str:
+    if row is None:
+        return "–"
+    return f"{100 * float(row[name]):.{digits}f} %"
+
+
+def robust_table() -> list[str]:
+    """What plans lose whose profile is wrong, by which times are wrong."""
+    by_wrong: dict[str, list[Row]] = {}
+    for row in rows_of("plan-robust"):
+        wrong = [name for name in ("attention", "matrices", "messages") if float(row[name]) != 1.0]
+        by_wrong.setdefault("all three" if len(wrong) == 3 else wrong[0], []).append(row)
+    lines = []
+    for wrong, rows in by_wrong.items():
+        mean = statistics.median(float(row["mean_loss"]) for row in rows)
+        largest = max(float(row["largest_loss"]) for row in rows)
+        lines.append([wrong, f"{100 * mean:.1f} %", f"{100 * largest:.1f} %"])
+    return markdown(["wrong by 30 %", "median loss", "largest loss"], lines, numbers_from=1)
+
+
 OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "trainers": trainers_table,
     "trainers-sentence": trainers_sentence,
     "trainer-trees": trainer_trees_table,
     "linear": linear_table,
+    "plan-large": large_table,
+    "plan-robust": robust_table,
     "latents": latents_table,
     "qlora": qlora_table,
     "sensitivity": sensitivity_table,

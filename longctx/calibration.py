@@ -34,7 +34,7 @@ from longctx.model.protocol import Attention
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.planning.cost.scaling import query_share
-from longctx.planning.hardware_profile import BESIDE, EfficiencyTable, HardwareProfile
+from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.planning.planners.planner import make_plan
@@ -51,12 +51,22 @@ DOCUMENTS = 64
 REPEATS = 5
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
+SPLIT_TOKENS, FEW_SPLIT, MANY_SPLIT = 16, 2, 34
+"""Tokens of a split document on each rank, so few that they take hardly any time, and numbers of
+documents that are compared."""
 LEAST_BYTES = 1 << 20
 """Minimum size of the largest message; times of smaller messages say little about bandwidth."""
 MESSAGES, PEERS = 5, 7
 """Number of consecutive messages timed together, and maximum number of peers that a rank exchanges
 with at once."""
-BY_MODEL = ("kv_bytes_per_token", "query_share", *BESIDE, "exchange_levels")
+BY_MODEL = (
+    "kv_bytes_per_token",
+    "query_share",
+    "state_bytes",
+    "split_s_per_token",
+    "received_s_per_token",
+    "exchange_levels",
+)
 """Constants that follow from model and settings by arithmetic."""
 
 
@@ -156,6 +166,11 @@ def measure_profile(
         add(
             "the shortest messages × layers × passes",
             latency_s=latency_s * described.work.kv_bytes / row_bytes,
+        )
+        tell("split documents")
+        add(
+            "short documents on all ranks and on one",
+            split_document_s=_split_document_s(run) * len(run.spec.layers),
         )
     tell("a step, to compare with its prediction")
     about = f"{described}, {mesh.ranks} rank{'s' * (mesh.ranks > 1)}, by `longctx calibrate`."
@@ -408,6 +423,28 @@ def _attention_s(run: TimedRun, length: int) -> float:
             f"attention on {length} tokens exceeds free GPU memory: stop other programs on the GPU"
         )
     return max(full - empty, full / 100) / documents * len(run.spec.layers)
+
+
+def _split_document_s(run: TimedRun) -> float:
+    """Returns the seconds that a split document takes more in one layer than a whole one, on each
+    rank."""
+    ranks = run.mesh.ranks
+    budget = run.config.batch.tokens_per_rank // SPLIT_TOKENS
+    few, many = min(FEW_SPLIT, budget - 1), min(MANY_SPLIT, budget)
+
+    def split(count: int) -> Callable[[], object]:
+        placements = [Placement(document, 0, ranks) for document in range(count)]
+        lengths = [SPLIT_TOKENS * ranks] * count
+        return run.attention(Layout.of(placements, lengths, 0, run.mesh.rank))
+
+    def whole(count: int) -> Callable[[], object]:
+        placements = [Placement(document, run.mesh.rank, 1) for document in range(count)]
+        return run.attention(Layout.of(placements, [SPLIT_TOKENS] * count, 0, run.mesh.rank))
+
+    works = (split(few), split(many), whole(few), whole(many))
+    few_split, many_split, few_whole, many_whole = run.seconds(*works)
+    more = (many_split - few_split) - (many_whole - few_whole)
+    return max(0.0, more / (many - few))
 
 
 def _links(run: TimedRun, per_node: int, row_bytes: int) -> tuple[dict[str, float], float]:

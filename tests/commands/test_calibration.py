@@ -135,10 +135,11 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
         "attention_split_penalty",
     )
     assert measured["not_measured"] == dict.fromkeys(
-        (*taken, "latency_s"), "taken from h100-nvlink-ib"
+        (*taken, "latency_s", "split_document_s"), "taken from h100-nvlink-ib"
     )
     assert [getattr(found, name) for name in taken] == [getattr(H100, name) for name in taken]
     assert found.latency_s == pytest.approx(H100.latency_s / 32), "of one layer, not of 32"
+    assert found.split_document_s == pytest.approx(H100.split_document_s / 32)
     assert found.exchange_levels == 2 and found.kv_bytes_per_token == 1 * 2 * 2 * 8 * 4 * 3
     assert [length for length, _ in found.attention_efficiency] == [128, 1024]
     assert (
@@ -200,6 +201,8 @@ def test_two_ranks(workers: Workers, nodes: int) -> None:
         how["intra_node_bytes_per_s" if nodes == 1 else "inter_node_bytes_per_s"]
         == "messages to all peers at once"
     )
+    assert how["split_document_s"] == "short documents on all ranks and on one"
+    assert profile.split_document_s >= 0
     assert min(found["check"]["predicted_s"], found["check"]["measured_s"], profile.latency_s) > 0
 
 

@@ -23,7 +23,7 @@ from longctx.planning.planners.packing import FULL, place_side_by_side
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.planning_input import PlanningInput
 from longctx.planning.planners.search import refine, search_in_blocks
-from longctx.planning.planners.settings import DEFAULT, LARGE, settings_for
+from longctx.planning.planners.settings import DEFAULT, LARGE, PIPELINED, settings_for
 from longctx.planning.planners.shortest_path import LimitGraph
 from rivals import RIVALS
 from tests.marks import examples
@@ -222,8 +222,9 @@ def test_steps_without_rings_begin_with_ranks() -> None:
 
 
 def test_large_steps_have_settings_of_their_own() -> None:
-    assert settings_for(4096, 255) == DEFAULT
-    assert settings_for(4096, 256) == LARGE
+    assert settings_for(4096, 255, pipelined=False) == DEFAULT
+    assert settings_for(4096, 255, pipelined=True) == PIPELINED
+    assert settings_for(4096, 256, pipelined=True) == LARGE
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -1,5 +1,5 @@
 """Few documents on few ranks: documents that fit one rank are whole, and all degrees of the others
-are tried, three documents at a time.
+are tried, a few documents at a time.
 
 A search has one time limit for all documents of a micro-batch. With few documents, unequal times on
 a rank may add up as well, with fewer splits.
@@ -15,8 +15,8 @@ from longctx.planning.planners.packing import FULL, sliding_max
 from longctx.planning.planners.planning_input import Candidate, PlanningInput
 from longctx.planning.planners.settings import SearchSettings
 
-TOGETHER = 3
-"""Number of documents of which all degrees are tried together."""
+MOST_CHOICES = 1024
+"""Maximum number of choices of degrees that are tried together."""
 
 
 def with_other_degrees(
@@ -33,8 +33,9 @@ def with_other_degrees(
     rings = np.flatnonzero(~fits)
     rings = rings[np.argsort(-given.lengths[rings], kind="stable")]
     costs = _Costs.of(given)
-    for first in range(0, len(rings), TOGETHER):
-        some = rings[first : first + TOGETHER]
+    together = _documents_together(given.ranks)
+    for first in range(0, len(rings), together):
+        some = rings[first : first + together]
         choices = _choices(degrees, some, given.ranks)
         loads = _placed(costs, choices, micro_batches, tokens_per_rank=given.tokens_per_rank)
         degrees = choices[loads.quickest]
@@ -46,6 +47,14 @@ def with_other_degrees(
     is_quick = candidate.makespan_ns <= (1 + settings.few_gap) * best.makespan_ns
     splits_fewer = candidate.split_documents < best.split_documents
     return candidate if is_quick and splits_fewer else best
+
+
+def _documents_together(ranks: int) -> int:
+    """Returns of how many documents all degrees are tried together."""
+    count = 1
+    while ranks > 1 and ranks ** (count + 1) <= MOST_CHOICES:
+        count += 1
+    return count
 
 
 class _Costs(NamedTuple):

@@ -47,7 +47,6 @@ from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
 from longctx.planning.planners.few_documents import with_other_degrees
 from longctx.planning.planners.planning_input import Candidate, PlanningInput, fastest
 from longctx.planning.planners.search import refine, search
-from longctx.planning.planners.settings import settings_for
 from longctx.planning.planners.static import best_static, plan_static
 from longctx.planning.planners.whole import with_more_whole
 from longctx.planning.tree import NO_TREES, Tree, Trees
@@ -190,10 +189,13 @@ def _plan(mode: str, given: PlanningInput, best: Candidate, began: float) -> Pla
 
 
 def _plan_auto(given: PlanningInput) -> Candidate:
-    best = or_by_other_modes(given, search(given))
-    settings = settings_for(len(given.lengths), given.ranks)
-    whole = with_more_whole(given, best, settings)
-    return with_other_degrees(given, whole, settings)
+    return or_by_other_modes(given, _with_fewer_splits(given, search(given)))
+
+
+def _with_fewer_splits(given: PlanningInput, best: Candidate) -> Candidate:
+    """Returns a plan that takes hardly more time and splits fewer documents, or the given one."""
+    whole = with_more_whole(given, best, given.settings)
+    return with_other_degrees(given, whole, given.settings)
 
 
 def or_by_other_modes(given: PlanningInput, best: Candidate) -> Candidate:
@@ -241,7 +243,7 @@ def _best_in_pipeline(mode: str, given: PlanningInput) -> Candidate:
     ]
     # The last plan of a search is its best.
     refined = [[candidate, *search][-1] for candidate, search in close]
-    best = fastest(*refined)
+    best = _with_fewer_splits(given, fastest(*refined))
     for smaller in _budgets(given):
         best = or_by_other_modes(smaller, best)
     return best

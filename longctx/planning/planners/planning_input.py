@@ -17,6 +17,7 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import PlanCost
+from longctx.planning.planners.settings import SearchSettings, settings_for
 from longctx.planning.tree import Trees
 
 
@@ -56,6 +57,11 @@ class PlanningInput:
     def ranks(self) -> int:
         """Ranks of the domain."""
         return self.slots * self.block + self.left_over
+
+    @property
+    def settings(self) -> SearchSettings:
+        """Settings of the search for this step."""
+        return settings_for(len(self.lengths), self.ranks, pipelined=self.pipeline.ranks > 1)
 
     def in_blocks(self, block: int) -> "PlanningInput":
         """Returns the same with slots of `block` ranks."""

@@ -30,7 +30,7 @@ from longctx.planning.planners.packing import (
     place_side_by_side,
 )
 from longctx.planning.planners.planning_input import Candidate, Degrees, PlanningInput
-from longctx.planning.planners.settings import SearchSettings, settings_for
+from longctx.planning.planners.settings import SearchSettings
 from longctx.planning.planners.short_together import short_together
 from longctx.planning.planners.shortest_path import LimitGraph
 
@@ -72,7 +72,7 @@ def refine(given: PlanningInput, settings: SearchSettings | None = None) -> Iter
     Plans in blocks of `first_block` ranks, then in finer ones and in coarser ones while these are
     faster, until the plan is good. Compares plans with the rounds of their exchange.
     """
-    settings = settings or settings_for(len(given.lengths), given.ranks)
+    settings = settings or given.settings
     priced = replace(given, round_price=PRICE)
     good_ns = (1 + settings.good_gap) * given.step_bound_ns()
     found: list[Candidate] = []

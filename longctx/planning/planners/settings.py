@@ -1,6 +1,7 @@
 """Settings of the search of mode auto: the number and kinds of ring placements tried. Any change
 changes plans."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -104,6 +105,12 @@ LARGE = replace(
 """For large steps, which take seconds to plan."""
 
 
-def settings_for(documents: int, ranks: int) -> SearchSettings:
-    """Returns the settings for a step of this size."""
-    return LARGE if documents * ranks >= LARGE_EFFORT else DEFAULT
+PIPELINED = replace(DEFAULT, finer_gap=math.inf)
+"""For pipelines, whose bubble rewards even micro-batches, of blocks of any size."""
+
+
+def settings_for(documents: int, ranks: int, pipelined: bool) -> SearchSettings:
+    """Returns the settings for a step of this size, in a pipeline or not."""
+    if documents * ranks >= LARGE_EFFORT:
+        return LARGE
+    return PIPELINED if pipelined else DEFAULT
