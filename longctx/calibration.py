@@ -11,7 +11,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,9 +51,11 @@ DOCUMENTS = 64
 REPEATS = 5
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
-SPLIT_TOKENS, FEW_SPLIT, MANY_SPLIT = 16, 2, 34
-"""Tokens of a split document on each rank, so few that they take hardly any time, and numbers of
-documents that are compared."""
+SPLIT_TOKENS = 16
+"""Tokens of a split document on each rank, so few that they take hardly any time."""
+FEW_SPLIT = 2
+MANY_SPLIT = 34
+"""Numbers of split documents that are compared."""
 LEAST_BYTES = 1 << 20
 """Minimum size of the largest message; times of smaller messages say little about bandwidth."""
 MESSAGES, PEERS = 5, 7
@@ -160,18 +162,9 @@ def measure_profile(
     )
     if mesh.ranks > 1:
         tell("exchange")
-        row_bytes = run.kv_rows(1).nbytes
-        bandwidths, latency_s = _links(run, per_node, row_bytes)
-        add("messages to all peers at once", **bandwidths)
-        add(
-            "the shortest messages × layers × passes",
-            latency_s=latency_s * described.work.kv_bytes / row_bytes,
-        )
-        tell("split documents")
-        add(
-            "short documents on all ranks and on one",
-            split_document_s=_split_document_s(run) * len(run.spec.layers),
-        )
+        measured = _exchange_constants(run, per_node, described.work.kv_bytes)
+        for description, constants in measured:
+            add(description, **constants)
     tell("a step, to compare with its prediction")
     about = f"{described}, {mesh.ranks} rank{'s' * (mesh.ranks > 1)}, by `longctx calibrate`."
     conditions = _conditions(config, mesh, per_node) | described.model_dump()
@@ -425,12 +418,25 @@ def _attention_s(run: TimedRun, length: int) -> float:
     return max(full - empty, full / 100) / documents * len(run.spec.layers)
 
 
+def _exchange_constants(
+    run: TimedRun, per_node: int, kv_bytes: float
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields what was timed, and the constants that follow from it."""
+    row_bytes = run.kv_rows(1).nbytes
+    bandwidths, latency_s = _links(run, per_node, row_bytes)
+    yield "messages to all peers at once", bandwidths
+    exchanges = kv_bytes / row_bytes
+    yield "the shortest messages × layers × passes", {"latency_s": latency_s * exchanges}
+    split_s = _split_document_s(run)
+    yield "short documents on all ranks and on one", {"split_document_s": split_s}
+
+
 def _split_document_s(run: TimedRun) -> float:
-    """Returns the seconds that a split document takes more in one layer than a whole one, on each
-    rank."""
+    """Returns the seconds that a split document takes more than a whole one, on each rank."""
     ranks = run.mesh.ranks
     budget = run.config.batch.tokens_per_rank // SPLIT_TOKENS
-    few, many = min(FEW_SPLIT, budget - 1), min(MANY_SPLIT, budget)
+    few = min(FEW_SPLIT, budget - 1)
+    many = min(MANY_SPLIT, budget)
 
     def split(count: int) -> Callable[[], object]:
         placements = [Placement(document, 0, ranks) for document in range(count)]
@@ -441,10 +447,11 @@ def _split_document_s(run: TimedRun) -> float:
         placements = [Placement(document, run.mesh.rank, 1) for document in range(count)]
         return run.attention(Layout.of(placements, [SPLIT_TOKENS] * count, 0, run.mesh.rank))
 
-    works = (split(few), split(many), whole(few), whole(many))
-    few_split, many_split, few_whole, many_whole = run.seconds(*works)
-    more = (many_split - few_split) - (many_whole - few_whole)
-    return max(0.0, more / (many - few))
+    few_split, many_split, few_whole, many_whole = run.seconds(
+        split(few), split(many), whole(few), whole(many)
+    )
+    more_s = (many_split - few_split) - (many_whole - few_whole)
+    return max(0.0, more_s / (many - few)) * len(run.spec.layers)
 
 
 def _links(run: TimedRun, per_node: int, row_bytes: int) -> tuple[dict[str, float], float]:
