@@ -18,7 +18,7 @@ from longctx.safe_yaml import YamlError, parse, read_text
 SHIPPED = Path(__file__).parent / "profiles"
 
 
-BESIDE = ("state_bytes", "split_s_per_token", "received_s_per_token")
+BESIDE = ("state_bytes", "split_s_per_token", "received_s_per_token", "split_document_s")
 """Constants of what split documents cost beside the exchange of K and V."""
 EfficiencyTable = tuple[tuple[int, float], ...]
 
@@ -81,6 +81,9 @@ class HardwareProfile:
             on several ranks.
         received_s_per_token: time per token from another rank to compute its K and V from the
             latent that was sent.
+        split_document_s: time that each split document takes more on each of its ranks, whatever
+            its length: further segments of attention, rows to gather, messages. Documents stay
+            whole where a split gains less.
     """
 
     linear_s_per_token: float
@@ -100,6 +103,7 @@ class HardwareProfile:
     state_bytes: float = 0.0
     split_s_per_token: float = 0.0
     received_s_per_token: float = 0.0
+    split_document_s: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []

@@ -54,6 +54,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         state_bytes=draw(st.sampled_from([0.0, 0.0, 1e6, 1e9])),
         split_s_per_token=draw(st.sampled_from([0.0, 1e-5])),
         received_s_per_token=draw(st.sampled_from([0.0, 1e-5])),
+        split_document_s=draw(st.sampled_from([0.0, 1e-3, 1.0])),
     )
 
 

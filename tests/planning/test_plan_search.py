@@ -2,6 +2,7 @@
 shortest."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,16 @@ from hypothesis import strategies as st
 from longctx.comparison.baselines import plan_placed
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
-from longctx.planning.cost.model import score
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.pipeline import Pipeline
 from longctx.planning.planners.bins import derived_degrees
 from longctx.planning.planners.degree_table import DegreeTable, _degrees
+from longctx.planning.planners.few_documents import _choices, _Costs, _placed
 from longctx.planning.planners.local_search import balance
+from longctx.planning.planners.packing import FULL, place_side_by_side
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.planning_input import PlanningInput
 from longctx.planning.planners.search import refine, search_in_blocks
-from longctx.planning.planners.settings import DEFAULT
+from longctx.planning.planners.settings import DEFAULT, LARGE, settings_for
 from longctx.planning.planners.shortest_path import LimitGraph
 from rivals import RIVALS
 from tests.marks import examples
@@ -187,27 +188,114 @@ def test_auto_is_near_the_lower_bound_where_the_budget_is_tight() -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(requests(), st.sampled_from([2, 3, 4, 8]))
-def test_documents_take_whole_blocks_that_hold_them(request: dict[str, Any], block: int) -> None:
+def test_plans_in_blocks_hold_their_documents(request: dict[str, Any], block: int) -> None:
+    """Also where ranks are left over, and where short documents take parts of a block."""
     lengths, budget = np.array(request["lengths"]), request["tokens_per_rank"]
     places = request["ranks"] // block
     if not places or not least_degrees(lengths, places, budget, block).all():
         return
-    assignment, makespan = search_in_blocks(
-        PlanningInput(H100, lengths, places, budget, block=block), DEFAULT
-    )
-    assert (assignment.first_rank % block == 0).all() and (assignment.degree % block == 0).all()
-    assert int((assignment.first_rank + assignment.degree).max()) <= places * block
+    given = PlanningInput(H100, lengths, request["ranks"], budget)
+    candidate = search_in_blocks(given.in_blocks(block), DEFAULT)
+    assert candidate is not None
+    assignment = candidate.assignment
+    assert int((assignment.first_rank + assignment.degree).max()) <= request["ranks"]
     shape = assignment.micro_batches, request["ranks"]
     assert int(tokens_on_ranks(lengths, assignment, shape).max()) <= budget
-    assert score(H100, lengths, assignment, request["ranks"]).makespan_ns == makespan
+    assert given.candidate("search", assignment).makespan_ns == candidate.makespan_ns
 
 
-def test_finer_blocks_are_left_out_by_their_effort() -> None:
-    """It is documents times blocks, in a pipeline times micro-batches: here 8 · 4 · 2."""
-    given = PlanningInput(H100, np.array([16000] * 8), 4, 16384, pipeline=Pipeline(2))
-    thorough = replace(DEFAULT, blocks=(2, 1), good_gaps=((0, -1.0),))
-    for most, tried in ((64, 2), (63, 1)):
-        assert len(list(refine(given, replace(thorough, max_effort=most)))) == tried
+def test_finer_blocks_follow_while_they_are_near_the_best() -> None:
+    lengths = load_mix("wlb_128k").draw(256, 0)
+    given = PlanningInput(H100, np.array(lengths), 64, 16384)
+    thorough = replace(DEFAULT, blocks=(8, 4, 2, 1), good_gap=-1.0)
+    first = list(refine(given, replace(thorough, finer_gap=-1.0)))
+    plans = list(refine(given, replace(thorough, finer_gap=math.inf)))
+    assert len(first) == 1 < len(plans)
+    assert plans[-1].makespan_ns < first[-1].makespan_ns
+
+
+def test_steps_without_rings_begin_with_ranks() -> None:
+    given = PlanningInput(H100, np.array([700] * 80), 8, 16384)
+    first, *others = refine(given)
+    assert not others
+    assert (first.assignment.degree == 1).all()
+
+
+def test_large_steps_have_settings_of_their_own() -> None:
+    assert settings_for(4096, 255) == DEFAULT
+    assert settings_for(4096, 256) == LARGE
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(requests(), st.integers(1, 5))
+def test_documents_side_by_side_are_in_their_micro_batches(
+    request: dict[str, Any], micro_batches: int
+) -> None:
+    """In the order given, with times and tokens of the ranks that they are on."""
+    given = PlanningInput(H100, np.array(request["lengths"]), request["ranks"], 1 << 40)
+    documents = np.argsort(-given.lengths, kind="stable")[: given.slots * micro_batches]
+    numbers = np.arange(len(documents)) // given.slots
+    degrees = given.with_degrees(np.ones_like(given.lengths))
+    rings = place_side_by_side(given, degrees, micro_batches, documents=documents, numbers=numbers)
+    assert rings is not None
+    placed = documents[rings.placed[documents]]
+    number = numbers[rings.placed[documents]]
+    assert (rings.micro_batch[placed] == number).all()
+    for row in range(micro_batches):
+        inside = placed[number == row]
+        assert rings.first_rank[inside].tolist() == list(range(len(inside)))
+        assert rings.load[row, : len(inside)].tolist() == rings.time[inside].tolist()
+        assert rings.load[row].sum() == rings.time[inside].sum()
+        assert (given.tokens_per_rank - rings.free[row]).sum() == rings.tokens[inside].sum()
+
+
+TEN = (100, 300, 700, 1500, 2500, 4000, 6000, 9000, 14000, 20000)
+
+
+def test_short_documents_of_a_few_stay_whole() -> None:
+    """Of ten documents on 8 ranks all were split before a split had a price."""
+    plan = make_plan(TEN, ranks=8, tokens_per_rank=16384, profile=H100)
+    assert plan.degrees[1] >= 7
+    assert plan.gap < 0.011
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_long_tails_are_near_the_bound_with_most_documents_whole(seed: int) -> None:
+    """Without short documents together, all or three quarters were split."""
+    random = np.random.RandomState(seed)
+    drawn = np.exp(random.normal(np.log(2000), 2.0, 32768))
+    lengths = drawn[(drawn >= 16) & (drawn <= 1 << 20)][:8192].astype(int).tolist()
+    plan = make_plan(lengths, ranks=512, tokens_per_rank=16384, profile=H100)
+    assert plan.gap < 0.026
+    assert plan.degrees[1] > 0.65 * len(lengths)
+
+
+def test_a_dear_split_is_made_only_where_it_is_needed() -> None:
+    """With a second for every rank of a split, only the document that fits no rank is split."""
+    dear = replace(H100, split_document_s=1.0)
+    plan = make_plan(TEN, ranks=8, tokens_per_rank=16384, profile=dear)
+    assert plan.degrees[1] == 9
+
+
+@pytest.mark.parametrize("ranks", [6, 8, 12])
+def test_degrees_of_few_documents_are_those_of_all_combinations(ranks: int) -> None:
+    """The best of all degrees of two rings, by a plain placement of each combination."""
+    given = PlanningInput(H100, np.array([20000, 9000, 700, 300]), ranks, 16384)
+    costs = _Costs.of(given)
+    degrees = np.array([ranks, ranks, 1, 1])
+    choices = _choices(degrees, np.array([0, 1]), ranks)
+    placed = _placed(costs, choices, 1, tokens_per_rank=16384)
+    assert len(choices) == 1 + ranks * ranks
+    for choice, time in zip(choices, placed.time.tolist(), strict=True):
+        load, fits = [0] * ranks, True
+        for document in range(4):  # of descending length
+            degree = int(choice[document])
+            runs = [max(load[first : first + degree]) for first in range(ranks - degree + 1)]
+            first = runs.index(min(runs))
+            fits &= int(costs.tokens[document, degree - 1]) <= 16384
+            for rank in range(first, first + degree):
+                load[rank] += int(costs.time[document, degree - 1])
+        assert time == max(load) if fits else time >= FULL
 
 
 def test_a_document_that_fits_no_whole_blocks_is_planned_in_smaller_ones() -> None:

@@ -170,7 +170,8 @@ def test_plans_count_the_keys_and_the_matrices_of_both_parts(mode: str) -> None:
         (PartCosts(keys=1.5), {"linear_s_per_token": 1e-30}),
         (PartCosts(products=1.5), {"kv_bytes_per_token": 1e-30}),
     )
-    nothing = {"attention_s_per_token2": 1e-30, "latency_s": 0.0, "launch_s": 0.0, "step_s": 0.0}
+    zero = dict.fromkeys(("latency_s", "launch_s", "step_s", "split_document_s"), 0.0)
+    nothing = {"attention_s_per_token2": 1e-30, **zero}
     for parts, more in cases:
         profile = replace(PROFILE, **nothing, **more)
         options = {

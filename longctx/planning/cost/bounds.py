@@ -34,6 +34,7 @@ from longctx.planning.cost.model import (
     state_ns,
     whole_ring_attention_ns,
 )
+from longctx.planning.cost.unhidden import unhidden_exchange_ns
 from longctx.planning.cost.work_overrides import NO_OVERRIDES, WorkOverrides
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
@@ -87,7 +88,7 @@ def step_bound_ns(
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly
-    spread, on a free network.
+    spread, on a network that is free but for what no rounds hide.
 
     A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller
     chunks is never faster. In a pipeline with K micro-batches the longest takes at least 1/K of all
@@ -102,6 +103,10 @@ def step_bound_ns(
         overrides=overrides,
         encoding_ns=encoding_ns,
     )
+    unhidden_ns = unhidden_exchange_ns(
+        profile, lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, overrides=overrides
+    )
+    bound += unhidden_ns // ranks
     launches = fewest_micro_batches(lengths, ranks, tokens_per_rank)
     return bound + bubble_bound_ns(profile, pipeline, bound, launches=launches, most=len(lengths))
 
@@ -148,11 +153,12 @@ def even_work_bound_ns(
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly
-    spread, exchange free."""
+    spread, exchange free, though each split has its price."""
     attention = whole_ring_attention_ns(profile, lengths, degrees, overrides.pairs)
     tokens = lengths if overrides.products is None else lengths + overrides.products
     linear = profile.linear_s_per_token * NANOSECONDS * tokens
-    work = _floor_sum(attention) + _floor_sum(linear) + encoding_ns
+    splits = int(degrees[degrees > 1].sum()) * nanoseconds(profile.split_document_s)
+    work = _floor_sum(attention) + _floor_sum(linear) + splits + encoding_ns
     fixed = fixed_ns(profile, fewest_micro_batches(lengths, ranks, tokens_per_rank))
     return fixed + work // ranks
 
@@ -293,6 +299,7 @@ def document_bound_ns(
     states = (degrees - 1) * (near * far // max(1, near + far))  # on every rank, at best
     most_states = np.maximum((degrees - fewest) * far, states)
     waits = waited + received_ns(profile, lengths, degrees)
+    waits += nanoseconds(profile.split_document_s)
 
     # The fullest rank computes longest; the rank with the fewest mates in its node waits longest.
     beside_linear = states + waits + split_ns(profile, shard)

@@ -193,6 +193,7 @@ def alone_ns(
     near, far = state_ns(profile)
     exposed += waited + np.maximum((most - 1) * near, (degrees - fewest) * far)
     exposed += split_ns(profile, shards) + received_ns(profile, lengths, degrees)
+    exposed += nanoseconds(profile.split_document_s)
     result: Integers = linear + attention + np.where(degrees > 1, exposed, 0)
     return result if encoding is None else result + encoding
 
@@ -379,26 +380,39 @@ def exchange_ns(
 def states_ns(
     profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]
 ) -> Integers:
-    """Returns what states of linear attention and received latents cost every rank, an array of
-    `shape` in nanoseconds.
+    """Returns what split documents cost every rank beside K and V: states of linear attention,
+    received latents, and their number; an array of `shape` in nanoseconds.
 
     The exchange of states takes as long for any document, and nothing hides it. They go directly to
     every rank that needs them, also with two exchange levels. Scans of split documents take more.
     """
+    result = np.zeros(shape, dtype=np.int64)
     if not any(getattr(profile, name) for name in BESIDE):
-        return np.zeros(shape, dtype=np.int64)
+        return result
     rings = np.flatnonzero(a.degree > 1)
-    degree = a.degree[rings]
+    runs = a[rings].runs(shape)
+    if profile.state_bytes:
+        result += _states_exchanged(profile, runs, a.degree[rings])
+    if profile.split_s_per_token:
+        split_lengths = np.where(a.degree > 1, lengths, 0)
+        result += split_ns(profile, tokens_on_ranks(split_lengths, a, shape))
+    if profile.received_s_per_token:
+        result += a.runs(shape).spread(received_ns(profile, lengths, a.degree))
+    if profile.split_document_s:
+        price = nanoseconds(profile.split_document_s)
+        result += runs.spread(np.full_like(rings, price))
+    return result
+
+
+def _states_exchanged(profile: HardwareProfile, rings: Runs, degrees: Integers) -> Integers:
+    """Returns the time of every rank's exchange of states of linear attention."""
     near, far = state_ns(profile)
     _, latency = latency_ns(profile)
 
     def times(inside: Integers) -> tuple[Integers, Integers]:
-        return (inside - 1) * near, (degree - inside) * far
+        return (inside - 1) * near, (degrees - inside) * far
 
-    exchanged = _exchanged(profile, a[rings].runs(shape), times, latency=latency)
-    tokens = tokens_on_ranks(np.where(a.degree > 1, lengths, 0), a, shape)
-    expanded = a.runs(shape).spread(received_ns(profile, lengths, a.degree))
-    return exchanged + split_ns(profile, tokens) + expanded
+    return _exchanged(profile, rings, times, latency=latency)
 
 
 def _exchanged(

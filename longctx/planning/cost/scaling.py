@@ -8,7 +8,8 @@
 - K and V, states of linear attention: bytes are counted, not scaled. What scans of split documents
   take more, and what expands received latents: as linear.
 - queries: seconds per token, by the parameters that compute queries while K and V travel.
-- latency: by exchanges; launch: by layers; step: by parameters.
+- latency, and what each split document takes: by exchanges; launch: by layers; step: by
+  parameters.
 
 Efficiencies, bandwidths and overlap are not scaled, although larger matrices reach more of a
 device's peak.
@@ -63,6 +64,7 @@ def scale(
         split_s_per_token=arithmetic * (target.split / known.computed),
         received_s_per_token=arithmetic * (target.received / known.computed),
         latency_s=profile.latency_s * (target.exchanges / known.exchanges),
+        split_document_s=profile.split_document_s * (target.exchanges / known.exchanges),
         launch_s=profile.launch_s * layers,
         step_s=profile.step_s * (target.weights / known.weights),
     )

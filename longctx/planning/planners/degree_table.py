@@ -2,10 +2,29 @@
 limit."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Integers, least_degrees
+from longctx.planning.planners.finer_slots import halves
 from longctx.planning.planners.planning_input import Degrees, PlanningInput
 from longctx.planning.planners.settings import SearchSettings
+
+
+def long_documents(given: PlanningInput, settings: SearchSettings) -> NDArray[np.bool_]:
+    """Returns a mask of the documents that may need a ring: `settings.short` says which."""
+    even_ns = int(given.single_ns.sum()) // (given.slots * (given.fewest_micro_batches + 1))
+    takes_long = given.single_ns > settings.short * even_ns
+    result: NDArray[np.bool_] = takes_long | (2 * given.single_tokens > given.tokens_per_rank)
+    return result
+
+
+def needs_no_ring(given: PlanningInput) -> bool:
+    """Returns whether every document fits one slot, and takes no longer there than evenly spread
+    work."""
+    if int(given.single_tokens.max()) > given.tokens_per_rank:
+        return False
+    slots = given.slots * given.fewest_micro_batches
+    return int(given.single_ns.max()) * slots <= int(given.single_ns.sum())
 
 
 class DegreeTable:
@@ -13,6 +32,7 @@ class DegreeTable:
     others stay in one slot.
 
     Attributes:
+        halves: `given` in slots of half a block, a quarter, …, one rank.
         long: indices of the long documents, longest first.
         time, tokens: nanoseconds and tokens of a document in each of its slots; time is NEVER where
             it does not fit.
@@ -22,12 +42,14 @@ class DegreeTable:
     """
 
     def __init__(self, given: PlanningInput, settings: SearchSettings) -> None:
-        self.given, self.settings = given, settings
-        single_ns, single_tokens = given.single_ns, given.single_tokens
-        even_ns = int(single_ns.sum()) // (given.slots * (given.fewest_micro_batches + 1))
-        takes_long = single_ns > settings.short * even_ns
-        is_long = takes_long | (2 * single_tokens > given.tokens_per_rank)
-        long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
+        self.given = given
+        self.settings = settings
+        self.halves = halves(given)
+        single_ns = given.single_ns
+        single_tokens = given.single_tokens
+        is_long = long_documents(given, settings)
+        long = np.flatnonzero(is_long)
+        short = np.flatnonzero(~is_long)
         self.long = long[np.argsort(-given.lengths[long], kind="stable")]
 
         least = least_degrees(given.lengths, given.slots, given.tokens_per_rank, given.block)

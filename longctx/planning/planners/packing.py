@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.planning.assignment import NEVER, Assignment, Integers
+from longctx.planning.assignment import NEVER, Assignment, Integers, Runs
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planning_input import Degrees, PlanningInput
 
@@ -84,37 +84,29 @@ class PlacedRings:
 
 
 def place_rings(
-    given: PlanningInput,
-    degrees: Degrees,
-    micro_batches: int,
-    *,
-    start: Integers | int = 0,
-    stop: Integers | int | None = None,
-    dense: bool = False,
+    given: PlanningInput, degrees: Degrees, micro_batches: int, stop: int | None = None
 ) -> PlacedRings | None:
-    """Places rings and large documents in micro-batches `start` to `stop` - 1 (all if not given),
-    which may differ per document.
+    """Places rings and large documents, the longest first, in micro-batches before `stop` (all if
+    not given), each on the ranks that finish first.
 
     A document without room there goes to any other micro-batch; returns None if it fits nowhere.
-    `dense` places rings side by side even where they cross node boundaries, instead of leaving
-    gaps. Example: in one micro-batch of 4 ranks, documents of 30 ns on 2 ranks, 20 ns on 2 and 10
-    ns on 1 go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
+    Example: in one micro-batch of 4 ranks, documents of 30 ns on 2 ranks, 20 ns on 2 and 10 ns on 1
+    go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
     """
     load = np.zeros((micro_batches, given.slots), dtype=np.int64)
     free = np.full_like(load, given.tokens_per_rank)
     time = degrees.time.copy()
     micro_batch = np.zeros_like(given.lengths)
     first_rank = np.zeros_like(given.lengths)
-    placed = (degrees.degree > 1) | (time > degrees.work // load.size // 2)
+    placed = _placed_first(degrees, slots=load.size)
     early = np.flatnonzero(placed)
     early = early[np.argsort(-given.lengths[early], kind="stable")]
-    starts = np.broadcast_to(start, given.lengths.shape)
-    stops = np.broadcast_to(micro_batches if stop is None else stop, given.lengths.shape)
+    rows = range(micro_batches if stop is None else stop)
     times = _times_by_first_rank(given, degrees, early)
     for document, by_first_rank in zip(early.tolist(), times, strict=True):
-        degree, tokens = int(degrees.degree[document]), int(degrees.tokens[document])
-        ring = _Ring(degree, tokens, np.zeros_like(by_first_rank) if dense else by_first_rank)
-        rows = range(int(starts[document]), int(stops[document]))
+        degree = int(degrees.degree[document])
+        tokens = int(degrees.tokens[document])
+        ring = _Ring(degree, tokens, by_first_rank)
         run = ring.best_run(load, free, rows) or ring.best_run(load, free, range(micro_batches))
         if run is None:
             return None
@@ -123,13 +115,87 @@ def place_rings(
         time[document] = by_first_rank[first]
         load[row, first : first + degree] += time[document]
         free[row, first : first + degree] -= tokens
-    left_ns, left_tokens = int(time[~placed].sum()), int(degrees.tokens[~placed].sum())
-    target = _water_filled(load, free, work=left_ns, tokens=left_tokens)
+    return _with_targets(
+        Degrees(degrees.degree, time, degrees.tokens),
+        placed=placed,
+        micro_batch=micro_batch,
+        first_rank=first_rank,
+        load=load,
+        free=free,
+    )
+
+
+def place_side_by_side(
+    given: PlanningInput,
+    degrees: Degrees,
+    micro_batches: int,
+    *,
+    documents: Integers,
+    numbers: Integers,
+) -> PlacedRings | None:
+    """Places rings and large documents in their micro-batches, side by side in the order of
+    `documents`; returns None if the tokens of the others do not fit.
+
+    `documents`, of which there are no more in a micro-batch than fit side by side, go to the
+    micro-batches `numbers` [documents].
+    """
+    load = np.zeros((micro_batches, given.slots), dtype=np.int64)
+    placed = np.zeros(len(given.lengths), dtype=bool)
+    placed[documents] = _placed_first(degrees, slots=load.size)[documents]
+    is_placed = placed[documents]
+    early = documents[is_placed]
+    number = numbers[is_placed]
+    order = np.argsort(number, kind="stable")
+    early = early[order]
+    number = number[order]
+    width = degrees.degree[early]
+    before = np.cumsum(width) - width
+    first_of_number = np.searchsorted(number, np.arange(micro_batches))
+    first = before - before[first_of_number[number]]
+    time = degrees.time.copy()
+    time[early] = given.alone_ns(early, width, first_slot=first)
+    runs = Runs(row=number, start=first, stop=first + width, shape=load.shape)
+    load = runs.spread(time[early])
+    free = given.tokens_per_rank - runs.spread(degrees.tokens[early])
+    micro_batch, first_rank = np.zeros((2, len(given.lengths)), dtype=np.int64)
+    micro_batch[early] = number
+    first_rank[early] = first
+    return _with_targets(
+        Degrees(degrees.degree, time, degrees.tokens),
+        placed=placed,
+        micro_batch=micro_batch,
+        first_rank=first_rank,
+        load=load,
+        free=free,
+    )
+
+
+def _placed_first(degrees: Degrees, slots: int) -> NDArray[np.bool_]:
+    """Returns a mask of rings, and of documents that take more than half the mean time of a
+    slot."""
+    result: NDArray[np.bool_] = (degrees.degree > 1) | (degrees.time > degrees.work // slots // 2)
+    return result
+
+
+def _with_targets(
+    degrees: Degrees,
+    *,
+    placed: NDArray[np.bool_],
+    micro_batch: Integers,
+    first_rank: Integers,
+    load: Integers,
+    free: Integers,
+) -> PlacedRings | None:
+    """Returns a placement with the targets of its micro-batches; None if the tokens of documents
+    that are not placed do not fit."""
+    work = int(degrees.time[~placed].sum())
+    tokens = int(degrees.tokens[~placed].sum())
+    target = water_filled(load, free, work=work, tokens=tokens)
     if target is None:
         return None
     return PlacedRings(
         degree=degrees.degree,
-        time=time,
+        time=degrees.time,
         tokens=degrees.tokens,
         placed=placed,
         micro_batch=micro_batch,
@@ -161,8 +227,9 @@ class _Ring(NamedTuple):
     def best_run(self, load: Integers, free: Integers, rows: range) -> tuple[int, int] | None:
         """Returns micro-batch, one of `rows`, and first rank of the ranks that finish first with
         one more ring; None if tokens do not fit."""
-        load, free = load[rows.start : rows.stop], free[rows.start : rows.stop]
-        done = _sliding_max(np.where(free >= self.tokens, load, FULL), self.degree)
+        load = load[rows.start : rows.stop]
+        free = free[rows.start : rows.stop]
+        done = sliding_max(np.where(free >= self.tokens, load, FULL), self.degree)
         done = done + self.time[: done.shape[1]]
         row, first_rank = divmod(int(done.argmin()), done.shape[1])
         if done[row, first_rank] >= FULL:
@@ -170,9 +237,10 @@ class _Ring(NamedTuple):
         return rows.start + row, first_rank
 
 
-def _sliding_max(values: Integers, width: int) -> Integers:
+def sliding_max(values: Integers, width: int) -> Integers:
     """Returns the maximum over every run of `width` columns."""
-    result, covered = values, 1
+    result = values
+    covered = 1
     while covered < width:
         step = min(covered, width - covered)
         result = np.maximum(result[:, : result.shape[1] - step], result[:, step:])
@@ -180,7 +248,7 @@ def _sliding_max(values: Integers, width: int) -> Integers:
     return result
 
 
-def _water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> Integers | None:
+def water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> Integers | None:
     """Returns the targets with the smallest sum that take `work` more nanoseconds and `tokens`;
     None if tokens do not fit.
 
@@ -201,7 +269,9 @@ def _water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> 
     micro_batch = np.repeat(np.arange(micro_batches), ranks)
     ranks_that_rise = np.tile(np.arange(ranks, 0, -1), micro_batches)
     order = np.lexsort((micro_batch, -ranks_that_rise))
-    micro_batch, rise, ranks_that_rise = micro_batch[order], rise[order], ranks_that_rise[order]
+    micro_batch = micro_batch[order]
+    rise = rise[order]
+    ranks_that_rise = ranks_that_rise[order]
     poured = np.cumsum(rise * ranks_that_rise) - rise * ranks_that_rise  # before each rise
     risen = np.clip(-(-(missing - poured) // ranks_that_rise), 0, rise)
     target: Integers = lowest + np.bincount(micro_batch, risen, micro_batches).astype(np.int64)
@@ -248,7 +318,8 @@ def emptiest_first(
     Slots without enough tokens wait until shorter documents fit them again; returns None if a
     document fits nowhere.
     """
-    count, room = load.size, free.ravel().tolist()
+    count = load.size
+    room = free.ravel().tolist()
     # Compare faster than pairs.
     ready = [value * count + slot for slot, value in enumerate(load.ravel().tolist())]
     heapq.heapify(ready)

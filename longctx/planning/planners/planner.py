@@ -44,9 +44,12 @@ from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
+from longctx.planning.planners.few_documents import with_other_degrees
 from longctx.planning.planners.planning_input import Candidate, PlanningInput, fastest
 from longctx.planning.planners.search import refine, search
+from longctx.planning.planners.settings import settings_for
 from longctx.planning.planners.static import best_static, plan_static
+from longctx.planning.planners.whole import with_more_whole
 from longctx.planning.tree import NO_TREES, Tree, Trees
 
 CLOSE = 1.1
@@ -187,7 +190,10 @@ def _plan(mode: str, given: PlanningInput, best: Candidate, began: float) -> Pla
 
 
 def _plan_auto(given: PlanningInput) -> Candidate:
-    return or_by_other_modes(given, search(given))
+    best = or_by_other_modes(given, search(given))
+    settings = settings_for(len(given.lengths), given.ranks)
+    whole = with_more_whole(given, best, settings)
+    return with_other_degrees(given, whole, settings)
 
 
 def or_by_other_modes(given: PlanningInput, best: Candidate) -> Candidate:

@@ -1,7 +1,7 @@
 """Planning input and candidates: what every planner is given, and what it returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ class PlanningInput:
             `cost.model.exposed_ns`.
         block: ranks of a slot. In blocks of 4, 16 slots are 64 ranks, and a document of degree 3 is
             on 12 of them.
+        left_over: ranks that are in no slot, as they are less than a block.
     """
 
     profile: HardwareProfile
@@ -44,6 +45,7 @@ class PlanningInput:
     max_remote_tokens: int | None = None
     round_price: float = 0.0
     block: int = 1
+    left_over: int = 0
     pipeline: Pipeline = NO_PIPELINE
     trees: Trees = field(default_factory=dict)
     sources: tuple[int, ...] = ()
@@ -52,8 +54,13 @@ class PlanningInput:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all slots of a micro-batch."""
-        return self.slots * self.block
+        """Ranks of the domain."""
+        return self.slots * self.block + self.left_over
+
+    def in_blocks(self, block: int) -> "PlanningInput":
+        """Returns the same with slots of `block` ranks."""
+        slots, left_over = divmod(self.ranks, block)
+        return replace(self, slots=slots, block=block, left_over=left_over)
 
     @cached_property
     def overrides(self) -> WorkOverrides:
@@ -235,6 +242,16 @@ class Candidate(NamedTuple):
     assignment: Assignment
     rounds: Integers
     timed: StepTimes
+
+    @property
+    def splits(self) -> int:
+        """Ranks of all documents that are split."""
+        degree = self.assignment.degree
+        return int(degree[degree > 1].sum())
+
+    @property
+    def split_documents(self) -> int:
+        return int((self.assignment.degree > 1).sum())
 
 
 def fastest(*candidates: Candidate | None) -> Candidate:

@@ -12,94 +12,134 @@ rounds (`local_search.py`), and exact cost decides.
 """
 
 import bisect
-import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
-from longctx.planning.assignment import NEVER, Assignment, least_degrees
+from longctx.planning.assignment import NEVER, Assignment, Integers, least_degrees
 from longctx.planning.cost.model import fixed_ns, nanoseconds
 from longctx.planning.cost.rounds import PRICE
-from longctx.planning.planners.degree_table import DegreeTable
-from longctx.planning.planners.packing import PlacedRings, even_out, fill, place_rings
+from longctx.planning.planners.degree_table import DegreeTable, needs_no_ring
+from longctx.planning.planners.finer_slots import on_finer_slots
+from longctx.planning.planners.packing import (
+    PlacedRings,
+    even_out,
+    fill,
+    place_rings,
+    place_side_by_side,
+)
 from longctx.planning.planners.planning_input import Candidate, Degrees, PlanningInput
-from longctx.planning.planners.settings import DEFAULT, SearchSettings
+from longctx.planning.planners.settings import SearchSettings, settings_for
+from longctx.planning.planners.short_together import short_together
 from longctx.planning.planners.shortest_path import LimitGraph
-
-Filled = tuple[PlacedRings, Assignment]
-"""Rings in their places, and an assignment of all documents with these rings."""
-
 
 MOST_EMPTY = 1 / 32
 """Largest share of the ranks that blocks may leave over."""
 
 
-def search(given: PlanningInput, settings: SearchSettings = DEFAULT) -> Candidate:
-    """Returns the best plan found. Every document must fit at some degree."""
+class Filled(NamedTuple):
+    """An assignment of all documents to slots.
+
+    Attributes:
+        makespan_ns: its makespan by `PlanningInput.score`.
+        given: the slots.
+        rings: what was placed first, and the targets that balancing aims at.
+        plan: all documents.
+    """
+
+    makespan_ns: int
+    given: PlanningInput
+    rings: PlacedRings
+    plan: Assignment
+
+    @classmethod
+    def of(cls, given: PlanningInput, rings: PlacedRings, plan: Assignment) -> "Filled":
+        makespan_ns = given.score(given.on_ranks(plan)).makespan_ns
+        return cls(makespan_ns, given, rings, plan)
+
+
+def search(given: PlanningInput, settings: SearchSettings | None = None) -> Candidate:
+    """Returns the best plan found, by the settings for its size if none are given. Every document
+    must fit at some degree."""
     return list(refine(given, settings))[-1]
 
 
-def refine(given: PlanningInput, settings: SearchSettings = DEFAULT) -> Iterator[Candidate]:
+def refine(given: PlanningInput, settings: SearchSettings | None = None) -> Iterator[Candidate]:
     """Yields the best plan so far: the first is found in a fraction of the time, the last is that
     of `search`.
 
-    Plans in blocks of neighbouring ranks, coarse to fine, and compares them with the rounds of
-    their exchange. Skips blocks so coarse that splitting every document costs too much, and stops
-    once the plan is good or finer blocks take too long. Prefers finer blocks where times hardly
-    differ.
+    Plans in blocks of `first_block` ranks, then in finer ones and in coarser ones while these are
+    faster, until the plan is good. Compares plans with the rounds of their exchange.
     """
+    settings = settings or settings_for(len(given.lengths), given.ranks)
     priced = replace(given, round_price=PRICE)
-    bound = given.step_bound_ns()
-    # Pipelines are planned at several budgets.
-    micro_batches = given.fewest_micro_batches if given.pipeline.ranks > 1 else 1
+    good_ns = (1 + settings.good_gap) * given.step_bound_ns()
+    found: list[Candidate] = []
     best: Candidate | None = None
-    quickest = NEVER
-    for block in settings.blocks:
-        if block > 1 and not _worthwhile(given, block, settings, bound):
-            continue
-        blocks = replace(priced, slots=given.slots // block, block=block)
-        effort = len(given.lengths) * blocks.slots * micro_batches
-        if best is not None and effort > settings.max_effort:
-            break
-        assignment, makespan = search_in_blocks(blocks, settings)
-        candidate = given.candidate("search", assignment)
-        quickest = min(quickest, candidate.makespan_ns)
-        if best is None or candidate.makespan_ns <= (1 + settings.finer_gap) * quickest:
-            best = candidate
-        yield best
-        if makespan <= (1 + settings.good_gap(effort)) * bound:
-            break
+    for blocks, worst_gap in _directions(priced, settings):
+        for block in blocks:
+            below = NEVER if best is None else best.makespan_ns
+            candidate = search_in_blocks(priced.in_blocks(block), settings, below)
+            if candidate is None:
+                break
+            found.append(candidate)
+            best = with_fewest_splits(found, settings.same_gap)
+            yield best
+            if best.makespan_ns <= good_ns:
+                return
+            if candidate.makespan_ns > (1 + worst_gap) * below:
+                break
 
 
-def _worthwhile(given: PlanningInput, block: int, settings: SearchSettings, bound: int) -> bool:
-    """Returns whether blocks of this size waste few ranks and little time over the lower bound."""
-    many = len(given.lengths) > settings.few_per_rank * given.slots
-    if many and block > settings.coarsest_of_many:
+def _directions(
+    given: PlanningInput, settings: SearchSettings
+) -> Iterator[tuple[Sequence[int], float]]:
+    """Yields sizes of blocks that are tried in turn, each time with the gap from the best plan at
+    which no further ones are."""
+    possible = [block for block in settings.blocks if _is_possible(given, block)]
+    finer = [block for block in possible if block <= settings.first_block]
+    coarser = [block for block in possible if block > settings.first_block]
+    if needs_no_ring(given):
+        yield [1], math.inf
+        finer = [block for block in finer if block > 1]
+    yield finer, settings.finer_gap
+    yield coarser[::-1], 0.0
+
+
+def _is_possible(given: PlanningInput, block: int) -> bool:
+    """Returns whether blocks of this size leave few ranks over, and hold every document."""
+    if block == 1:
+        return True
+    blocks, empty = divmod(given.ranks, block)
+    if blocks < 2 or empty > MOST_EMPTY * given.ranks:
         return False
-    blocks, empty = divmod(given.slots, block)
-    if blocks < 2 or empty > MOST_EMPTY * given.slots:
-        return False
-    least = least_degrees(given.lengths, blocks, given.tokens_per_rank, block)
-    if not least.all():  # a document fits no whole blocks
-        return False
-    limit = (1 + settings.max_split_loss) * bound
-    return given.even_work_bound_ns(least * block) <= limit
+    return bool(least_degrees(given.lengths, blocks, given.tokens_per_rank, block).all())
 
 
-def search_in_blocks(given: PlanningInput, settings: SearchSettings) -> tuple[Assignment, int]:
-    """Returns the best assignment found with whole blocks for each document, and its makespan by
-    `PlanningInput.score`."""
+def search_in_blocks(
+    given: PlanningInput, settings: SearchSettings, below: int = NEVER
+) -> Candidate | None:
+    """Returns the best plan found with rings of whole blocks; None if no placement is likely
+    to have a makespan below `below`."""
     table = DegreeTable(given, settings)
     micro_batches = given.fewest_micro_batches
     uneven = int(table.quickest.max(initial=0)) * micro_batches * given.slots > table.work
-    with_own_limits = _plans_with_own_limits(table) if uneven else []
-    plans = with_own_limits if micro_batches >= settings.many else []
-    while not plans:
-        plans = _plans_by_number(table, micro_batches) + with_own_limits
+    own: list[PlacedRings] = []
+    if len(table.long) and (uneven or micro_batches >= settings.several):
+        own = _with_own_limits(table)
+    plans = _filled(table, own, below)
+    even_ns = fixed_ns(given.profile, micro_batches) + table.work // given.slots
+    is_good = bool(own) and _estimate_ns(given, own[0]) <= (1 + settings.good_own_gap) * even_ns
+    if own and (is_good or (uneven and micro_batches >= settings.many)):
+        return _best_filled(table, plans) if plans else None
+    by_number = _placements_by_number(table, micro_batches)
+    while not by_number and not plans:
         micro_batches += 2 + micro_batches // 8
-    return _best_filled(table, plans)
+        by_number = _placements_by_number(table, micro_batches)
+    for placements in by_number:
+        plans += _filled(table, placements, min([below, *(plan.makespan_ns for plan in plans)]))
+    return _best_filled(table, plans) if plans else None
 
 
 class Shortlist:
@@ -145,10 +185,12 @@ class Shortlist:
                 self.add_everywhere(table.with_degrees(index))
 
 
-def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
-    """Returns the best plans with `micro_batches` and with one more."""
-    given, settings = table.given, table.settings
-    fewest, more = Shortlist(table, micro_batches), Shortlist(table, micro_batches + 1)
+def _placements_by_number(table: DegreeTable, micro_batches: int) -> list[list[PlacedRings]]:
+    """Returns the best placements with `micro_batches` and with one more, where there are any."""
+    given = table.given
+    settings = table.settings
+    fewest = Shortlist(table, micro_batches)
+    more = Shortlist(table, micro_batches + 1)
     budget = micro_batches * given.slots * given.tokens_per_rank
     roomy = int(given.single_tokens.sum()) < settings.tight * budget
     fewest.add_one_limit()
@@ -158,14 +200,11 @@ def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
     else:
         more.add_one_limit()
     most = 2 * settings.filled
-    return [
-        *_filled(fewest.best[:most], settings.filled),
-        *_filled(more.best[:most], settings.filled),
-    ]
+    return [shortlist.best[:most] for shortlist in (fewest, more) if shortlist.best]
 
 
-def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
-    """Returns the best plans with a separate limit for every micro-batch."""
+def _with_own_limits(table: DegreeTable) -> list[PlacedRings]:
+    """Returns placements with a separate limit for every micro-batch, the most promising first."""
     given = table.given
     launch_ns = nanoseconds(given.profile.launch_s)
     graph = LimitGraph.of(
@@ -177,75 +216,125 @@ def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
         ns_per_token=table.short_ns_per_token,
         launch_ns=launch_ns,
     )
-    plans: list[tuple[int, PlacedRings]] = []
+    found: list[PlacedRings] = []
     seen = set()
+    best_ns = NEVER
     for price in table.settings.prices:
-        index, number = graph.shortest_path(price)
+        index, number = graph.shortest_path(price / 32)
         key = index.tobytes(), number.tobytes()
         if key in seen:
             continue
         seen.add(key)
-        degrees = table.with_degrees(index)
-        start = np.zeros_like(given.lengths)
-        start[table.long] = number
-        fewest = max(given.fewest_micro_batches, int(number.max()) + 1)
-        for micro_batches, dense in itertools.product((fewest, fewest + 1), (False, True)):
-            stop = np.full_like(given.lengths, micro_batches)
-            stop[table.long] = number + 1
-            rings = place_rings(given, degrees, micro_batches, start=start, stop=stop, dense=dense)
-            if rings is not None:
-                plans.append((rings.estimate_ns + micro_batches * launch_ns, rings))
-    by_estimate = sorted(plans, key=lambda plan: plan[0])
-    return _filled([rings for _, rings in by_estimate], table.settings.filled)
-
-
-def _filled(placements: Sequence[PlacedRings], count: int) -> list[Filled]:
-    """Fills placements with the remaining documents and returns the first `count` that fit."""
-    found: list[Filled] = []
-    for rings in placements:
-        plan = fill(rings)
-        if plan is not None:
-            found.append((rings, plan))
-        if len(found) == count:
+        its = _in_own_micro_batches(table, table.with_degrees(index), number)
+        found += its
+        its_ns = min((_estimate_ns(given, rings) for rings in its), default=NEVER)
+        if its_ns > (1 + table.settings.price_gap) * best_ns:
             break
+        best_ns = min(best_ns, its_ns)
+    return sorted(found, key=lambda rings: _estimate_ns(given, rings))
+
+
+def _in_own_micro_batches(
+    table: DegreeTable, degrees: Degrees, number: Integers
+) -> list[PlacedRings]:
+    """Returns placements of each long document in the micro-batch of its `number`, with as few
+    micro-batches as that allows and with one more."""
+    given = table.given
+    micro_batches = max(given.fewest_micro_batches, int(number.max()) + 1)
+    fewest, more = (
+        place_side_by_side(given, degrees, count, documents=table.long, numbers=number)
+        for count in (micro_batches, micro_batches + 1)
+    )
+    return [rings for rings in (fewest, more) if rings is not None]
+
+
+def _filled(table: DegreeTable, placements: Sequence[PlacedRings], below: int) -> list[Filled]:
+    """Returns plans of the first `settings.filled` placements with room for all documents: in
+    blocks, and with short documents on half a block or less.
+
+    Skips placements that would not be faster than `below`, or the fastest plan before, if all their
+    targets were met.
+    """
+    found: list[Filled] = []
+    count = 0
+    for rings in placements:
+        if count == table.settings.filled:
+            break
+        filled = False
+        for given, placed in _variants(table, rings):
+            if _estimate_ns(given, placed) >= (1 + table.settings.same_gap) * below:
+                filled = True
+                continue
+            plan = fill(placed)
+            if plan is not None:
+                found.append(Filled.of(given, placed, plan))
+                below = min(below, found[-1].makespan_ns)
+                filled = True
+        count += filled
     return found
 
 
-class _Scored(NamedTuple):
-    """A plan with its makespan in nanoseconds; of equal ones the first `number` is best."""
+def _variants(
+    table: DegreeTable, rings: PlacedRings
+) -> Iterator[tuple[PlanningInput, PlacedRings]]:
+    """Yields a placement in blocks, and with more and with fewer short documents split."""
+    yield table.given, rings
+    if not table.halves:
+        return
+    for share in table.settings.finer_shares:
+        finer = on_finer_slots(table.halves, rings, share, rounds=table.settings.evened_early)
+        if finer is not None:
+            yield table.halves[-1], finer
+    for rows in range(1, 1 + len(rings.load) // 6):
+        finer = short_together(
+            table.halves, rings, rows, share=1 / 32, rounds=table.settings.evened_early
+        )
+        if finer is not None:
+            yield table.halves[-1], finer
 
-    makespan_ns: int
-    number: int
-    rings: PlacedRings
-    plan: Assignment
 
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.makespan_ns, self.number
+def _best_filled(table: DegreeTable, plans: list[Filled]) -> Candidate:
+    """Balances the best of these plans, compares the best of all with the rounds of their exchange,
+    and returns the one with the fewest splits of those that are about as fast as the fastest."""
 
+    def makespan_ns(filled: Filled) -> int:
+        return filled.makespan_ns
 
-def _best_filled(table: DegreeTable, plans: list[Filled]) -> tuple[Assignment, int]:
-    """Balances the best of these plans and returns the best assignment with its makespan in
-    nanoseconds."""
-    given = table.given
-
-    def makespan(plan: Assignment) -> int:
-        return given.score(given.on_ranks(plan)).makespan_ns
-
-    best = [
-        _Scored(makespan(plan), number, rings, plan) for number, (rings, plan) in enumerate(plans)
-    ]
-    best.sort(key=lambda scored: scored.order)
-    for kept, rounds in table.settings.evened:
+    settings = table.settings
+    best = sorted(plans, key=makespan_ns)
+    left: list[Filled] = []
+    for kept, rounds in settings.evened:
         lowest = best[0].makespan_ns
-        for i, scored in enumerate(best):
-            fixed = fixed_ns(given.profile, scored.plan.micro_batches)
-            if fixed + scored.rings.estimate_ns >= lowest:
+        for i, filled in enumerate(best):
+            if _estimate_ns(filled.given, filled.rings) >= lowest:
                 continue  # it cannot become the best
-            even = even_out(scored.rings, scored.plan, rounds)
-            after = makespan(even)
-            if after < scored.makespan_ns:
-                best[i] = scored._replace(makespan_ns=after, plan=even)
-                lowest = min(lowest, after)
-        best = sorted(best, key=lambda scored: scored.order)[:kept]
-    return given.on_ranks(best[0].plan), best[0].makespan_ns
+            plan = even_out(filled.rings, filled.plan, rounds)
+            even = Filled.of(filled.given, filled.rings, plan)
+            if even.makespan_ns < filled.makespan_ns:
+                best[i] = even
+                lowest = min(lowest, even.makespan_ns)
+        best = sorted(best, key=makespan_ns)
+        left += best[kept:]
+        best = best[:kept]
+    others = sorted(left, key=makespan_ns)
+    limit = (1 + 2 * settings.same_gap) * best[0].makespan_ns
+    finalists = [best[0], *(each for each in others if each.makespan_ns <= limit)]
+    exact = replace(table.given.in_blocks(1), round_price=0.0)
+    candidates = [
+        exact.candidate("search", filled.given.on_ranks(filled.plan))
+        for filled in finalists[: settings.compared]
+    ]
+    return with_fewest_splits(candidates, settings.same_gap)
+
+
+def _estimate_ns(given: PlanningInput, rings: PlacedRings) -> int:
+    """Returns the makespan with these rings if all targets are met."""
+    return fixed_ns(given.profile, len(rings.load)) + rings.estimate_ns
+
+
+def with_fewest_splits(candidates: Sequence[Candidate], gap: float) -> Candidate:
+    """Returns, of the candidates that take at most a share `gap` more time than the fastest, the
+    one that splits documents over the fewest ranks."""
+    limit = (1 + gap) * min(candidate.makespan_ns for candidate in candidates)
+    quick = [candidate for candidate in candidates if candidate.makespan_ns <= limit]
+    return min(quick, key=lambda candidate: (candidate.splits, candidate.makespan_ns))

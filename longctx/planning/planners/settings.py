@@ -2,61 +2,108 @@
 changes plans."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class SearchSettings:
     """Settings of the search. Unless noted otherwise, more values sometimes find better plans and
-    make planning slower."""
+    make planning slower.
+
+    Blocks:
+        blocks: ranks of a block that are possible, coarse to fine.
+        first_block: largest block of the first plan: a node, as rings over two nodes cost most.
+        finer_gap: gap from the best plan up to which finer blocks follow.
+        good_gap: gap from the lower bound at which the search ends.
+
+    Placements with one time limit for all documents:
+        shares: limits, in 32nds of the time of evenly spread work. Descending: the highest limits
+            give the least work, which often makes it unnecessary to place the others.
+        short: documents stay in one slot if they take less than this share of the even time and at
+            most half the token budget. A lower value searches degrees for more documents and makes
+            tables larger.
+        tight: share of the token budget from which one more micro-batch is searched as thoroughly
+            as the minimum. A lower value does this more often, which about doubles the time.
+        promising: number of best placements tried with one more micro-batch if the token budget is
+            not tight.
+
+    Placements with a limit for each micro-batch:
+        several: number of micro-batches from which they are tried.
+        prices: values of room for short documents, in 32nds; one shortest path per value.
+        price_gap: gap of an estimate from the best one so far from which no lower price is tried.
+        good_own_gap: gap of their estimate from evenly spread work up to which only they are used;
+            0: never.
+        many: number of micro-batches from which only they are used if the longest document is too
+            long for even micro-batches. A higher value also tries the others, which is slowest with
+            many micro-batches.
+
+    Plans:
+        filled: number of best placements, of each kind and number of micro-batches, that are filled
+            with the other documents.
+        finer_shares: shares of the mean time and of the token budget up to which documents take
+            half a block, a quarter, … one rank. A higher share splits fewer documents, which are
+            then less even.
+        evened_early: maximum number of rounds in which documents on parts of a block are balanced
+            before shorter ones are placed.
+        evened: number of best plans that are balanced and number of rounds, in turn.
+        compared: number of balanced plans that are compared with the rounds of their exchange.
+        same_gap: gap up to which two plans count as equally fast, and the one with fewer splits is
+            chosen.
+
+    Whole documents:
+        whole_gap: share of time that a plan with fewer splits may take more.
+        whole_tries: maximum number of plans with fewer splits that are tried.
+        whole_rounds: maximum number of rounds in which each is balanced.
+        few: documents · ranks up to which all degrees are tried.
+        few_gap: share of time that such a plan, if it splits fewer documents, may take more.
+    """
 
     blocks: Sequence[int] = (32, 16, 8, 4, 2, 1)
-    """Ranks of a block, coarse to fine. Coarse blocks are quick; fine ones lose least by
-    splitting."""
-    finer_gap: float = 0.002
-    """Gap from the fastest plan up to which that of finer blocks is preferred: it splits fewer
-    documents, and the cost model counts neither messages nor kernel calls."""
-    max_split_loss: float = 0.01
-    """Maximum share of time that splitting every document over the ranks of a block may cost."""
-    coarsest_of_many: int = 4
-    """Maximum ranks of a block where documents are more than `few_per_rank`."""
-    few_per_rank: int = 4
-    """Maximum number of documents per rank for which coarse blocks are tried."""
-    good_gaps: Sequence[tuple[int, float]] = ((0, 0.001), (1 << 18, 0.015))
-    """(effort, gap): no finer blocks follow a step of at least this effort (documents · blocks, in
-    a pipeline · micro-batches) within this gap of the lower bound."""
-    max_effort: int = 1 << 22
-    """Maximum effort, unless coarser blocks were not possible."""
-    shares: Sequence[int] = range(44, 10, -2)
-    """Limits for all documents, in 32nds of the time of evenly spread work. Descending: the highest
-    limits give the least work, which often makes it unnecessary to place the others."""
-    short: float = 0.3
-    """Documents stay on one rank if they take less than this share of the even time and at most
-    half the token budget. A lower value searches degrees for more documents and makes tables
-    larger."""
-    prices: Sequence[float] = (1, 0.75, 0.5, 0.25, 0)
-    """Values of room for short documents if every micro-batch has its own limit; one shortest path
-    per value."""
-    many: int = 12
-    """Number of micro-batches from which only placements with one limit per micro-batch are used,
-    if any fit. A higher value also tries the others, which is slowest with many micro-batches."""
-    tight: float = 0.9
-    """Share of the token budget from which one more micro-batch is searched as thoroughly as the
-    minimum. A lower value does this more often, which about doubles the time."""
-    promising: int = 2
-    """Number of best placements tried with one more micro-batch if the token budget is not
-    tight."""
-    filled: int = 3
-    """Number of best placements per number of micro-batches that are filled with the documents of
-    degree 1."""
-    evened: Sequence[tuple[int, int]] = ((2, 8), (1, 24), (1, 48))
-    """Number of best plans that are balanced and number of rounds, in turn: most of the planning
-    time of large steps."""
+    first_block: int = 8
+    finer_gap: float = 0.01
+    good_gap: float = 0.001
 
-    def good_gap(self, effort: int) -> float:
-        """Returns the gap from the lower bound within which no finer blocks follow a step of this
-        effort."""
-        return max(gap for least, gap in self.good_gaps if effort >= least)
+    shares: Sequence[int] = range(44, 10, -2)
+    short: float = 0.15
+    tight: float = 0.9
+    promising: int = 2
+
+    several: int = 5
+    prices: Sequence[int] = (*range(32, 23, -1), 22, 19, 16, 8, 0)
+    price_gap: float = 0.005
+    good_own_gap: float = 0.0
+    many: int = 12
+
+    filled: int = 3
+    finer_shares: Sequence[float] = (1 / 32, 1 / 8)
+    evened_early: int = 16
+    evened: Sequence[tuple[int, int]] = ((2, 8), (1, 24), (1, 48))
+    compared: int = 4
+    same_gap: float = 0.002
+
+    whole_gap: float = 0.003
+    whole_tries: int = 6
+    whole_rounds: int = 48
+    few: int = 128
+    few_gap: float = 0.005
 
 
 DEFAULT = SearchSettings()
+LARGE_EFFORT = 1 << 20
+"""Documents · ranks from which a step is large."""
+LARGE = replace(
+    DEFAULT,
+    finer_gap=0.0,
+    good_gap=0.025,
+    good_own_gap=0.025,
+    filled=2,
+    compared=4,
+    same_gap=0.003,
+    whole_tries=4,
+)
+"""For large steps, which take seconds to plan."""
+
+
+def settings_for(documents: int, ranks: int) -> SearchSettings:
+    """Returns the settings for a step of this size."""
+    return LARGE if documents * ranks >= LARGE_EFFORT else DEFAULT

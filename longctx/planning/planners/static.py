@@ -21,6 +21,7 @@ from longctx.planning.cost.model import (
     keys_of,
     linear_ns,
     mate_ns,
+    nanoseconds,
 )
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.packing import emptiest_first
@@ -99,14 +100,39 @@ def pack_static(given: PlanningInput, degree: int, below: int = NEVER) -> Candid
     if spread is not None:
         packings.append(spread)
     images = given.encoding.ring_ns(np.arange(len(lengths)), degrees)
+    least = _least_ns(given, degrees) + images
     work = alone_ns(given.profile, lengths, degrees, overrides=given.overrides, encoding=images)
     best: Candidate | None = None
     for packing in packings:
+        if _busiest_groups_ns(given, packing, work=work, least=least, groups=groups) >= below:
+            continue
         plan = _run_longest_first(packing, work, groups, degree)
         candidate = given.candidate_below(below, f"static:{degree}", plan)
         if candidate is not None:
             best = fastest(best, candidate)
     return best
+
+
+def _least_ns(given: PlanningInput, degrees: Integers) -> Integers:
+    """Returns the least time of each document on every rank of its group, without images."""
+    lengths, overrides = given.lengths, given.overrides
+    attention = attention_ns(given.profile, lengths, degrees, overrides.pairs)
+    linear = linear_ns(given.profile, 2 * (lengths // (2 * degrees)))
+    rounding = 2  # both were rounded up
+    result: Integers = attention + linear + beyond_ns(given.profile, overrides, degrees) - rounding
+    return result
+
+
+def _busiest_groups_ns(
+    given: PlanningInput, group: Integers, *, work: Integers, least: Integers, groups: int
+) -> int:
+    """Returns a lower bound on the makespan of a packing, in a fraction of the time of its
+    score."""
+    by_work = np.argsort(-np.bincount(group, work), kind="stable")
+    busy = np.bincount(group, least)[by_work]
+    first_of_micro_batch = np.arange(0, len(busy), groups)
+    slowest = np.maximum.reduceat(busy, first_of_micro_batch)
+    return fixed_ns(given.profile, len(first_of_micro_batch)) + int(slowest.sum())
 
 
 # A plan of one degree d on N ranks, whose documents have s tokens each, takes at least
@@ -160,7 +186,8 @@ def _ring_work_ns(given: PlanningInput, degrees: Integers) -> int:
     by_queries = math.ceil(profile.overlap * profile.query_share * linear)
     hidden = by_attention + min(by_queries, -(-2 * max(0, exchange) // 3))
     rounding = 4 * documents  # shares were rounded up
-    return max(0, linear + attention + max(0, exchange - hidden) - rounding)
+    splits = documents * nanoseconds(profile.split_document_s) if degree > 1 else 0
+    return max(0, linear + attention + max(0, exchange - hidden) + splits - rounding)
 
 
 def best_fit(weights: Integers, capacity: int) -> Integers:

@@ -1,0 +1,87 @@
+"""Whole documents: of a plan's split documents the shortest are placed anew, each on one rank, as
+long as that takes hardly more time.
+
+A search compares few placements, all with many splits or with few. Here loads are those of the
+cost model for the plan, with the real waits of its rings.
+"""
+
+import numpy as np
+
+from longctx.planning.assignment import Integers, largest_shards
+from longctx.planning.cost.model import linear_ns, nanoseconds
+from longctx.planning.planners.packing import PlacedRings, even_out, fill, water_filled
+from longctx.planning.planners.planning_input import Candidate, PlanningInput
+from longctx.planning.planners.settings import SearchSettings
+
+
+def with_more_whole(given: PlanningInput, best: Candidate, settings: SearchSettings) -> Candidate:
+    """Returns a plan that splits fewer documents and takes at most a share `settings.whole_gap`
+    more time, or the given one."""
+    a = best.assignment
+    limit = (1 + settings.whole_gap) * best.makespan_ns
+    split = np.flatnonzero((a.degree > 1) & (given.single_tokens <= given.tokens_per_rank))
+    split = split[np.argsort(given.lengths[split], kind="stable")]
+    found = best
+    whole = 0
+    most = len(split)
+    for _ in range(settings.whole_tries):
+        if whole == most:
+            break
+        count = (whole + most + 1) // 2 if found is not best or most < len(split) else most
+        candidate = _with_whole(given, best, split[:count], rounds=settings.whole_rounds)
+        if candidate is not None and candidate.makespan_ns <= limit:
+            whole = count
+            found = candidate
+        else:
+            most = count - 1
+    return found
+
+
+def _with_whole(
+    given: PlanningInput, best: Candidate, documents: Integers, rounds: int
+) -> Candidate | None:
+    """Returns the plan with these documents on one rank each, and all that are whole placed anew;
+    None if tokens do not fit."""
+    a = best.assignment
+    moved = a.degree == 1
+    moved[documents] = True
+    degree = np.where(moved, 1, a.degree)
+    shape = best.timed.time.shape
+    movable = np.flatnonzero(moved)
+    load = best.timed.time - a[movable].runs(shape).spread(_own_ns(given, best)[movable])
+    kept = np.flatnonzero(~moved)
+    # Rings may be reversed otherwise, so that each of their ranks counts as the fullest.
+    held = largest_shards(given.lengths[kept], a.degree[kept])
+    free = given.tokens_per_rank - a[kept].runs(shape).spread(held)
+    time = given.single_ns
+    tokens = given.single_tokens
+    target = water_filled(
+        load, free, work=int(time[movable].sum()), tokens=int(tokens[movable].sum())
+    )
+    if target is None:
+        return None
+    rings = PlacedRings(
+        degree=degree,
+        time=time,
+        tokens=tokens,
+        placed=~moved,
+        micro_batch=a.micro_batch,
+        first_rank=a.first_rank,
+        load=load,
+        free=free,
+        target=target,
+    )
+    plan = fill(rings)
+    if plan is None:
+        return None
+    return given.candidate(best.winner, even_out(rings, plan, rounds))
+
+
+def _own_ns(given: PlanningInput, best: Candidate) -> Integers:
+    """Returns the time that the tokens of each document take on each of its ranks, without their
+    exchange."""
+    degree = best.assignment.degree
+    linear = linear_ns(given.profile, given.lengths / degree)
+    price = np.where(degree > 1, nanoseconds(given.profile.split_document_s), 0)
+    result: Integers = best.timed.attention + linear + price
+    return result
