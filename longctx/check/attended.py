@@ -233,7 +233,7 @@ def of_heads(
 ALONE = "sees only"
 WITHOUT = "does not see"
 BESIDE = "also sees"
-TWICE = "counts twice"
+TWICE = "counts again"
 WAYS = (WITHOUT, BESIDE, TWICE, ALONE)
 """How a run of keys tells what a token saw: it saw this run alone, or what it should see without
 it, or that and the run, which may be there already."""

@@ -56,7 +56,7 @@ def _by_nothing_seen(off: FirstOff, tokens: Tokens) -> Cause | None:
     wrong = torch.tensor(off.wrong)
     if not ATTENTION.search(off.part) or off.found[wrong].any():
         return None
-    return Cause(KEYS, f"they see no key: {off.in_words(tokens)}")
+    return Cause(KEYS, f"it returns 0, as of no key: {off.in_words(tokens)}")
 
 
 def _by_change(off: FirstOff, tokens: Tokens, change_of: Callable[..., str]) -> Cause | None:

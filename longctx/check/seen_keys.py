@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from .attended import ALONE, WAYS, Run
+from .attended import ALONE, TWICE, WAYS, Run
 from .probe import Tokens
 
 
@@ -55,6 +55,8 @@ class SeenKeys:
         place = place_of(self._numbers[index], self._tokens)
         if way == ALONE and index in self._wider:
             return f"{place} sees {self._span(run)}"
+        if way == TWICE:
+            return f"{place} counts {self._span(run)} twice"
         return f"{place} {way} {self._span(run)}"
 
     def _span(self, run: Run) -> str:

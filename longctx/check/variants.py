@@ -206,7 +206,10 @@ def _rounded_weights(
 WEIGHED: dict[str, tuple[Weighed, bool]] = {
     "weights of experts are of sigmoids that sum to 1, not of a softmax": (_by_sigmoid, False),
     "weights of experts are of sigmoids, not of a softmax": (_by_plain_sigmoid, False),
-    "weights of experts are of a softmax over all experts": (_by_softmax_of_all, False),
+    "weights of experts are of a softmax over all, and do not sum to 1": (
+        _by_softmax_of_all,
+        False,
+    ),
     "all experts of a token have the same weight": (_alike, False),
     "weights of experts are rounded to bfloat16": (_rounded_weights, True),
 }

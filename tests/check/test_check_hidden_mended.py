@@ -91,7 +91,7 @@ TWO: dict[str, Said] = {
     "TP, outputs sent in bfloat16": [(ROUNDED_SUMS, "to bfloat16")],
     "Ulysses, first rank's sinks, gpt-oss": [(OTHER_SINKS, "those of heads 0, 1, 0, 1 are at")],
     "embedding split, other ids not masked": [(EMBEDDED, "of 2 ranks")],
-    "ring, key at the edge twice": [(KEYS, "counts twice token 9 of document 6")],
+    "ring, key at the edge twice": [(KEYS, "counts token 9 of document 6 twice")],
     "ring, one head of keys sent twice": [(HEADS, "keys of heads 0, 1, 0, 0 of other ranks are")],
     "ring, outputs of steps rounded": [(ROUNDED_OUTPUTS, "to bfloat16")],
     "ring, sinks in each step, gpt-oss": [(OTHER_SINKS, "counted 2 times")],
