@@ -352,6 +352,20 @@ def with_cap_before(heads: Heads, seen: torch.Tensor) -> torch.Tensor:
     return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)
 
 
+def with_rounded_scores(heads: Heads, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what heads return [tokens, heads, d] if scores are rounded; `seen`: [tokens,
+    tokens]."""
+    scores = _scores(
+        heads.queries.transpose(0, 1),
+        heads.keys.transpose(0, 1),
+        scaling=heads.scaling,
+        cap=heads.cap,
+    )
+    rounded = scores.to(dtype).double().masked_fill(~seen, float("-inf"))
+    likely = _softmax(rounded, heads.sinks)
+    return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)
+
+
 def with_hidden_by(
     heads: Heads, seen: torch.Tensor, *, others: torch.Tensor, by: float
 ) -> torch.Tensor:

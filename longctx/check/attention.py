@@ -19,6 +19,7 @@ from .attended import (
     with_head_of_others,
     with_hidden_by,
     with_rounded,
+    with_rounded_scores,
     with_scores,
     with_slope,
 )
@@ -37,11 +38,12 @@ DISTANCES = "scores of attention fall with the distance of keys"
 MERGED = "outputs of attention to ranks' keys are merged with wrong weights"
 ROUNDED_KEYS = "keys or values of other ranks are rounded"
 ROUNDED_OUTPUTS = "outputs of attention to ranks' keys are rounded before they are merged"
+ROUNDED_SCORES = "scores of attention are rounded"
 OTHER_SINKS = "sinks of attention are other ones"
 SOFT_MASK = "other documents of a row are hidden by a small number"
 KINDS = (
     *(KEYS, SCALE_OF_SCORES, SINKS, HEADS, DISTANCES, MERGED, ROUNDED_KEYS),
-    *(ROUNDED_OUTPUTS, OTHER_SINKS, SOFT_MASK),
+    *(ROUNDED_OUTPUTS, ROUNDED_SCORES, OTHER_SINKS, SOFT_MASK),
 )
 FACTORS = 1 / 256, 256.0
 """Between which that of scores is looked for."""
@@ -134,6 +136,9 @@ class Attention:
         if heads.cap:
             capped = with_cap_before(heads, self.seen)
             candidates.append((CAPS, "before they are scaled", capped))
+        for dtype, name in ROUNDED.items():
+            rounded = with_rounded_scores(heads, self.seen, dtype)
+            candidates.append((ROUNDED_SCORES, f"to {name}", rounded))
         factor = nearest(self._apart_by, between=FACTORS)
         scaled = with_scores(heads, self.seen, factor, heads.sinks)
         candidates.append((SCALE_OF_SCORES, f"{factor:.4g} times what it should be", scaled))

@@ -21,7 +21,11 @@ ROUTERS = "the loss of routers is added to that of tokens"
 BEFORE = "gradients from before the step are added"
 CHANGED = "gradients are changed after backward"
 CLIPPED = "gradients are clipped, or divided by their norms"
+THINNED = "elements of gradients are set to 0"
+SIGNS = "gradients are replaced by their signs"
 ROUNDED_STATES = "backward takes rounded hidden states"
+ONE_SIZE = 1e-3
+"""Relative difference of sizes that are the same, and of elements that are near 0."""
 MANY_VALUES = 3
 """Fewest elements of the largest size that tell a clipping."""
 
@@ -72,9 +76,9 @@ def beside_tokens(facts: Facts, expected: Tensors) -> Iterator[Finding]:
     size = _norm(expected)
     if not _norm(lacking) > limit * size:
         return
-    clipped = _clipped(facts, expected, apart=_norm(lacking))
-    if clipped:
-        yield Finding(CLIPPED, clipped)
+    made = _made_of(facts, expected, apart=_norm(lacking))
+    if made is not None:
+        yield made
         return
     weights = {name: weight.detach() for name, weight in facts.reference.named.items()}
     candidates = {DECAY: weights}
@@ -119,6 +123,36 @@ def _share(found: Tensors, own: Tensors, added: Tensors) -> float:
     projected = torch.tensor([_product(found, own), _product(found, added)], dtype=torch.float64)
     share, _ = (torch.linalg.pinv(gram, hermitian=True) @ projected).tolist()
     return float(share)
+
+
+def _made_of(facts: Facts, expected: Tensors, *, apart: float) -> Finding | None:
+    """Returns what all gradients were made of right ones: clipped, thinned out, or signs. `apart`:
+    how far they are from right ones."""
+    clipped = _clipped(facts, expected, apart=apart)
+    if clipped:
+        return Finding(CLIPPED, clipped)
+    found = facts.record.gradients
+    kept = {name: each.masked_fill(found[name] == 0, 0.0) for name, each in expected.items()}
+    if _explains(facts, kept, apart=apart):
+        count = sum(int((each != 0).sum()) for each in kept.values())
+        of = sum(int((each != 0).sum()) for each in expected.values())
+        return Finding(THINNED, f"{count / of:.0%} of them are kept")
+    if all(_are_signs(found[name], each) for name, each in expected.items()):
+        return Finding(SIGNS, "times a number for each parameter")
+    return None
+
+
+def _are_signs(found: torch.Tensor, right: torch.Tensor) -> bool:
+    """Returns whether a gradient is of one size, with the signs of the right one where that is not
+    near 0."""
+    sizes = found.abs()[found != 0]
+    if not len(sizes):
+        return not right.any()
+    most = float(sizes.max())
+    if not most - float(sizes.min()) <= ONE_SIZE * most:
+        return False
+    clear = right.abs() > ONE_SIZE * right.abs().max()
+    return bool((found.sign() == right.sign())[clear].all())
 
 
 def _clipped(facts: Facts, expected: Tensors, *, apart: float) -> str:
@@ -226,12 +260,7 @@ def _change(facts: Facts, name: str, gradients: Tensors) -> str:
 def _way(facts: Facts, right: Tensors) -> Finding | None:
     """Returns what was computed otherwise in backward, if that explains all gradients."""
     shown = facts.fit.shown
-    if shown is not None:
-        slopes = shown.slopes
-    elif facts.reference.output is not None:
-        slopes = facts.reference.slopes_of(facts.fit.weights)
-    else:
-        slopes = None
+    slopes = shown.slopes if shown is not None else facts.reference.slopes_of(facts.fit.weights)
     if slopes is None:
         return None
     ranks = {number: place[0] for number, place in facts.at.items()}

@@ -18,7 +18,8 @@ FIRST_HEADS = "keys and values get the gradient of the first head of their group
 ROOT = "norms send back a gradient as if their root were a constant"
 ADAPTERS_BACK = "adapters send no gradient back to what they get"
 TIED = "a tied weight lacks a share of its gradient"
-KINDS = (KEYS_WITHOUT_GRADIENT, FIRST_HEADS, ROOT, ADAPTERS_BACK, TIED)
+TIED_TWICE = "a share of a tied weight's gradient counts twice"
+KINDS = (KEYS_WITHOUT_GRADIENT, FIRST_HEADS, ROOT, ADAPTERS_BACK, TIED, TIED_TWICE)
 
 Slopes = Mapping[Sequence, torch.Tensor]
 """∂loss/∂ of what the output layer returned, for the tokens of each sequence [tokens, V]."""
@@ -45,7 +46,8 @@ def ways(reference: Reference, ranks: Mapping[int, int] | None) -> Iterator[Way]
     is_tied = embeddings.weight is reference.head.weight
     if is_tied and embeddings.weight.requires_grad:
         yield Way(TIED, "that of the embedding", partial(_with, _embedding_cut, reference))
-        yield Way(TIED, "that of the output layer", partial(_without_output_layer, reference))
+        yield Way(TIED, "that of the output layer", partial(_with_output_layer, reference, -1))
+        yield Way(TIED_TWICE, "that of the output layer", partial(_with_output_layer, reference, 1))
 
 
 def _with(change: Callable[[Reference], Any], reference: Reference, slopes: Slopes) -> Tensors:
@@ -111,11 +113,11 @@ def _detached_output(_: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     return output.detach()
 
 
-def _without_output_layer(reference: Reference, slopes: Slopes) -> Tensors:
-    """Returns gradients without the output layer's share of a tied weight."""
+def _with_output_layer(reference: Reference, times: int, slopes: Slopes) -> Tensors:
+    """Returns gradients with the output layer's share of a tied weight added so many times."""
     found = dict(reference.gradients_of(slopes).of)
     weight = reference.head.weight
     name = next(name for name, each in reference.named.items() if each is weight)
     for sequence, each in slopes.items():
-        found[name] = found[name] - each.T @ reference.states(sequence)
+        found[name] = found[name] + times * each.T @ reference.states(sequence)
     return found

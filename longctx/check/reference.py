@@ -272,16 +272,21 @@ class Reference:
                     left.append(self._flat(dict(zip(self.fitted, found, strict=True))).T)
                     right.append(torch.ones(1, 1, dtype=torch.float64))
                 continue
-            logits, slopes, states = self._at_output(sequence)
-            places = [each.place for each in chosen]
-            targets = torch.tensor([each.target for each in chosen])
-            errors = self.errors(torch.softmax(logits[places], -1), targets)
-            left.append(errors * slopes[places])
-            right.append(states[places])
+            own = self._columns_of_output(sequence, chosen)
+            left.append(own.left)
+            right.append(own.right)
         none = torch.zeros(0, 1, dtype=torch.float64)
         if left:
             return Columns(torch.cat(left), torch.cat(right))
         return Columns(none, none)
+
+    def _columns_of_output(self, sequence: Sequence, chosen: list[Prediction]) -> Columns:
+        """Returns a column of the output layer for each prediction of a sequence."""
+        logits, slopes, states = self._at_output(sequence)
+        places = [each.place for each in chosen]
+        targets = torch.tensor([each.target for each in chosen])
+        errors = self.errors(torch.softmax(logits[places], -1), targets)
+        return Columns(errors * slopes[places], states[places])
 
     def of(self, gradients: Tensors) -> torch.Tensor:
         """Returns what `columns` explain: the gradient of the output layer, or all gradients in one
@@ -320,7 +325,7 @@ class Reference:
         [tokens, V], for predictions with these weights."""
         found = dict[Sequence, torch.Tensor]()
         for sequence, chosen in _by_sequence(weights):
-            columns = self.columns(chosen).left
+            columns = self._columns_of_output(sequence, chosen).left
             slopes = found.setdefault(
                 sequence, torch.zeros(len(sequence.numbers), columns.shape[1], dtype=torch.float64)
             )

@@ -197,6 +197,10 @@ def _alike(logits: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -
     return torch.ones_like(weights) / weights.shape[-1]
 
 
+def _swapped(logits: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return weights.flip(-1)
+
+
 def _rounded_weights(
     logits: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
@@ -211,6 +215,7 @@ WEIGHED: dict[str, tuple[Weighed, bool]] = {
         False,
     ),
     "all experts of a token have the same weight": (_alike, False),
+    "a token's experts have each other's weights": (_swapped, False),
     "weights of experts are rounded to bfloat16": (_rounded_weights, True),
 }
 """Other weights of a token's experts, and whether they are rounded."""

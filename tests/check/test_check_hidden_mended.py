@@ -11,11 +11,20 @@ from longctx.check.attention import (
     KEYS,
     OTHER_SINKS,
     ROUNDED_OUTPUTS,
+    ROUNDED_SCORES,
     SCALE_OF_SCORES,
     SOFT_MASK,
 )
-from longctx.check.backward import BACKWARD_WRONG, BEFORE, CLIPPED, DECAY, ROUNDED_STATES
-from longctx.check.backward_ways import ADAPTERS_BACK, FIRST_HEADS, ROOT, TIED
+from longctx.check.backward import (
+    BACKWARD_WRONG,
+    BEFORE,
+    CLIPPED,
+    DECAY,
+    ROUNDED_STATES,
+    SIGNS,
+    THINNED,
+)
+from longctx.check.backward_ways import ADAPTERS_BACK, FIRST_HEADS, ROOT, TIED, TIED_TWICE
 from longctx.check.causes import PART_CHANGED
 from longctx.check.contexts import ONE_PADDING, ORDER, TWICE
 from longctx.check.documents import MISSING
@@ -63,6 +72,12 @@ ONE: dict[str, Said] = {
     "two tokens exchanged": [(ORDER, "token 10 of document 2 comes after token 11")],
     "two: half a gradient and decay": [(DECAY, "0.01 times"), (SCALE, "× 0.5")],
     "weights of experts rounded, Mixtral": [(EXPERTS, "weights of experts are rounded")],
+    "largest tenth of gradients": [(THINNED, "11% of them are kept")],
+    "scores rounded": [(ROUNDED_SCORES, "to bfloat16")],
+    "signs of gradients": [(SIGNS, "")],
+    "tied, head's share lost": [(TIED, "that of the output layer")],
+    "tied, head's share twice": [(TIED_TWICE, "that of the output layer")],
+    "weights of experts swapped, Mixtral": [(EXPERTS, "have each other's weights")],
     "mask from ids, padding is the end": [],
     "embedding as a product": [],
     "padded, BLOOM": [],
