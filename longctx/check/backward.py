@@ -133,10 +133,12 @@ def _made_of(facts: Facts, expected: Tensors, *, apart: float) -> Finding | None
         return Finding(CLIPPED, clipped)
     found = facts.record.gradients
     kept = {name: each.masked_fill(found[name] == 0, 0.0) for name, each in expected.items()}
-    if _explains(facts, kept, apart=apart):
-        count = sum(int((each != 0).sum()) for each in kept.values())
-        of = sum(int((each != 0).sum()) for each in expected.values())
-        return Finding(THINNED, f"{count / of:.0%} of them are kept")
+    counts = {name: int((each != 0).sum()) for name, each in kept.items()}
+    of = {name: int((each != 0).sum()) for name, each in expected.items()}
+    in_all = all(0 < count < of[name] for name, count in counts.items())
+    if in_all and _explains(facts, kept, apart=apart):
+        share = sum(counts.values()) / sum(of.values())
+        return Finding(THINNED, f"{share:.0%} of all are kept")
     if all(_are_signs(found[name], each) for name, each in expected.items()):
         return Finding(SIGNS, "times a number for each parameter")
     return None

@@ -72,7 +72,7 @@ ONE: dict[str, Said] = {
     "two tokens exchanged": [(ORDER, "token 10 of document 2 comes after token 11")],
     "two: half a gradient and decay": [(DECAY, "0.01 times"), (SCALE, "× 0.5")],
     "weights of experts rounded, Mixtral": [(EXPERTS, "weights of experts are rounded")],
-    "largest tenth of gradients": [(THINNED, "11% of them are kept")],
+    "largest tenth of gradients": [(THINNED, "11% of all are kept")],
     "scores rounded": [(ROUNDED_SCORES, "to bfloat16")],
     "signs of gradients": [(SIGNS, "")],
     "tied, head's share lost": [(TIED, "that of the output layer")],
