@@ -134,14 +134,16 @@ def _apart(off: FirstOff, reference: Reference, variant: Variant, *, least: floa
     """Returns how far the part's output is from that of a variant: of the first sequence alone if
     that is not nearer than `least`."""
     differences = list[torch.Tensor]()
+    of_wrong = list[torch.Tensor]()
     apart = 0.0
-    for right, own in _outputs(off, reference):
-        differences.append(_relative(own, right))
-        joined = torch.cat(differences)
+    for right, own, is_wrong in _outputs(off, reference):
+        relative = _relative(own, right)
+        differences.append(relative)
+        of_wrong.append(relative[is_wrong])
         if variant.rounds:  # which may turn out otherwise in a few elements
-            apart = float(joined.quantile(MOST))
+            apart = float(torch.cat(of_wrong).quantile(MOST))
         else:
-            apart = largest(joined.tolist())
+            apart = largest(torch.cat(differences).tolist())
         if not apart < least:
             break
     return apart
@@ -189,21 +191,23 @@ def _rows_of(
     the tokens of a few sequences."""
     with variant.done():
         several = list(_outputs(off, reference))
-    returned = torch.cat([right for right, _ in several])
-    found = torch.cat([own for _, own in several])
+    returned = torch.cat([right for right, _, _ in several])
+    found = torch.cat([own for _, own, _ in several])
     return returned, found
 
 
 def _largest_difference(off: FirstOff, reference: Reference) -> float:
     """Returns the largest relative difference of the part's output from that of the reference, in a
     few sequences."""
-    differences = [_relative(own, right) for right, own in _outputs(off, reference)]
+    differences = [_relative(own, right) for right, own, _ in _outputs(off, reference)]
     return largest(torch.cat(differences).tolist())
 
 
-def _outputs(off: FirstOff, reference: Reference) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the part's output in the reference and in the step [tokens, width], of a few
-    sequences."""
+def _outputs(
+    off: FirstOff, reference: Reference
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yields the part's output in the reference and in the step [tokens, width], and whose is wrong
+    [tokens], of a few sequences with a wrong one."""
     index_of = {number: index for index, number in enumerate(off.numbers)}
     wrong = {off.numbers[index] for index in off.wrong}
     several = [each for each in off.sequences if not wrong.isdisjoint(each.numbers)]
@@ -211,7 +215,8 @@ def _outputs(off: FirstOff, reference: Reference) -> Iterator[tuple[torch.Tensor
     for sequence in longest[:FEW]:
         held = [at for at, number in enumerate(sequence.numbers) if number in index_of]
         rows = [index_of[sequence.numbers[at]] for at in held]
-        yield reference.parts(sequence)[off.part][held], off.found[rows]
+        is_wrong = torch.tensor([off.numbers[row] in wrong for row in rows])
+        yield reference.parts(sequence)[off.part][held], off.found[rows], is_wrong
 
 
 def _by_attention(

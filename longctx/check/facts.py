@@ -7,7 +7,7 @@ from itertools import pairwise
 from .contexts import ORDER, TWICE
 from .fit import Fit, Pair
 from .probe import END, Tokens
-from .record import Record
+from .record import Record, Row
 from .reference import Reference
 
 
@@ -96,7 +96,9 @@ class Facts:
         )
         calls = self.record.calls
         self.firsts = {ids[0] for ids in tokens.probe.documents}
-        self.next_documents, self.around = _beyond_documents(self.record)
+        self.next_documents = _next_documents(self.record)
+        self.around = _around(tokens, self.record.rows)
+        self.around_parts = _around(tokens, calls)
         self.starts = set[int]()
         self.adjacent = set[Pair]()
         for row in calls:
@@ -209,19 +211,23 @@ def _in_another_order(tokens: Tokens, fit: Fit) -> set[Pair]:
     return found
 
 
-def _beyond_documents(record: Record) -> tuple[set[Pair], set[Pair]]:
+def _next_documents(record: Record) -> set[Pair]:
     """Returns with the last token of each document the first id of the next one, in rows or from
-    one row to the next; and with the last token of each row its first id."""
-    ids = record.tokens.ids
-    following = set[Pair]()
-    around = set[Pair]()
+    one row to the next."""
+    found = set[Pair]()
     for rows in (record.rows, record.calls):
-        real = [[number for number in row.numbers if number >= 0] for row in rows]
-        for row in real:
-            if row:
-                around.add((row[-1], ids[row[0]]))
-        in_order = [number for row in real for number in row]
+        in_order = [number for row in rows for number in row.numbers if number >= 0]
         for number, after in pairwise(in_order):
             if record.tokens.document[number] != record.tokens.document[after]:
-                following.add((number, ids[after]))
-    return following, around
+                found.add((number, record.tokens.ids[after]))
+    return found
+
+
+def _around(tokens: Tokens, rows: Iterable[Row]) -> set[Pair]:
+    """Returns with the last token of each row its first id."""
+    found = set[Pair]()
+    for row in rows:
+        real = [number for number in row.numbers if number >= 0]
+        if real:
+            found.add((real[-1], tokens.ids[real[0]]))
+    return found

@@ -37,6 +37,9 @@ EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
     "last tokens of rows predict the first one of their row": lambda f, n, target: (
         (n, target) in f.around
     ),
+    "last tokens of ranks' parts predict the first one of their part": lambda f, n, target: (
+        f.record.ranks > 1 and (n, target) in f.around_parts
+    ),
     "last tokens predict the first one of another document": lambda f, n, target: (
         f.id_after(n, 1) is None and target in f.firsts
     ),
