@@ -97,10 +97,9 @@ def beside_tokens(facts: Facts, expected: Tensors) -> Iterator[Finding]:
             rest = {name: found[name] - right for name, right in own.items()}
             by = _product(rest, added) / max(_norm(added) ** 2, 1e-300)
             left = {name: rest[name] - by * each for name, each in added.items()}
-            if facts.limits.backward > FLOAT32.backward:  # sums are rounded whole
-                most = min(limit * _norm(found), CLEARLY * _norm(lacking))
-            else:
-                most = limit * min(_norm(rest), _norm(lacking))
+            most = limit * min(_norm(rest), _norm(lacking))
+            if limit != FLOAT32.backward:  # sums are rounded whole
+                most = max(most, min(limit * _norm(found), CLEARLY * _norm(lacking)))
             if not _norm(left) <= most:
                 continue
             as_it_was = kind == BEFORE and abs(by - 1) <= facts.limits.backward
@@ -108,7 +107,7 @@ def beside_tokens(facts: Facts, expected: Tensors) -> Iterator[Finding]:
             weights_now = list(facts.kept.values())
             if weights_now and facts.even(weights_now):
                 scale = share * sum(weights_now) / len(weights_now)
-                if abs(scale - 1) > facts.same:
+                if not abs(scale - 1) <= facts.same:
                     yield Finding(SCALE, f"× {scale:.5g}, without that")
             return
 
@@ -162,7 +161,7 @@ def _clipped(facts: Facts, expected: Tensors, *, apart: float) -> str:
     `apart`: how far gradients are from what they should be."""
     found = facts.record.gradients
     most = largest(float(each.abs().max()) for each in found.values())
-    at_most = sum(int((each.abs() >= most * (1 - 1e-6)).sum()) for each in found.values())
+    at_most = sum(int((most - each.abs() <= 1e-6 * most).sum()) for each in found.values())
     if at_most >= MANY_VALUES:
         by_value = {name: each.clamp(-most, most) for name, each in expected.items()}
         if _explains(facts, by_value, apart=apart):
