@@ -282,7 +282,7 @@ def _lost_calls(facts: Facts, right: Tensors) -> Finding | None:
     """Returns that parameters, of which `right` has what they should have, lack the gradients of a
     micro-batch, or of a rank."""
     shown = facts.fit.shown
-    if shown is None or len(shown.of_calls) < 2:
+    if shown is None or len(shown.of_calls) < 2 or _are_multiples(facts, right):
         return None
     by_call = {
         call: facts.reference.gradients_of(slopes).of for call, slopes in shown.of_calls.items()
@@ -301,6 +301,19 @@ def _lost_calls(facts: Facts, right: Tensors) -> Finding | None:
                 details = f"{suffixes(right)}: without that of {word} {number}"
                 return Finding(BACKWARD_WRONG, details)
     return None
+
+
+def _are_multiples(facts: Facts, right: Tensors) -> bool:
+    """Returns whether gradients are multiples of the right ones, which says more: where ranks have
+    the same tokens, the gradient without that of one is a share of all."""
+    for name, wanted in right.items():
+        found = facts.record.gradients[name]
+        size = float(wanted.square().sum())
+        ratio = float((found * wanted).sum()) / max(size, 1e-300)
+        limit = facts.limits.of_parameter(name) * size**0.5
+        if not float((found - ratio * wanted).norm()) <= limit:
+            return False
+    return True
 
 
 def _is_sum(facts: Facts, kept: list[Tensors], right: Tensors) -> bool:

@@ -102,6 +102,8 @@ TWO: dict[str, Said] = {
     "DP, ranks shuffle by themselves": [(MISSING, "2 of 8"), (REPEATED, "documents 2, 6, 7")],
     "PP, last micro-batch not handed back": [(BACKWARD_WRONG, "without that of micro-batch 2")],
     "PP, tied, last stage's share lost": [(TIED, "that of the output layer")],
+    "ring, first query alone": [(KEYS, "they see keys of their own rank alone")],
+    "SP, norms averaged": [(BACKWARD_WRONG, "model.norm.weight: 0.5 times what it should be")],
     "TP, gate and up of other columns": [(OTHER_COLUMNS, "")],
     "TP, outputs sent in bfloat16": [(ROUNDED_SUMS, "to bfloat16")],
     "Ulysses, first rank's sinks, gpt-oss": [(OTHER_SINKS, "those of heads 0, 1, 0, 1 are at")],
@@ -111,11 +113,18 @@ TWO: dict[str, Said] = {
     "ring, outputs of steps rounded": [(ROUNDED_OUTPUTS, "to bfloat16")],
     "ring, sinks in each step, gpt-oss": [(OTHER_SINKS, "counted 2 times")],
     "ring, windows half in steps, Mistral": [(KEYS, "from token 0 of document 6 to token 2 of")],
+    "vocabulary split, only owners have gradients": [(OBJECTIVE_OTHER, "share of ids alone")],
     "vocabulary split, logits gathered before": [(OBJECTIVE_OTHER, "the softmax counts 0.5")],
     "embedding split": [],
 }
 """The same on two."""
-QUICK_ON_TWO = ("CP, whole rows rolled", "DP, adapters of each rank", "ring, key at the edge twice")
+QUICK_ON_TWO = (
+    "CP, whole rows rolled",
+    "DP, adapters of each rank",
+    "SP, norms averaged",
+    "ring, first query alone",
+    "ring, key at the edge twice",
+)
 
 
 def findings_of(case: Case) -> list[tuple[str, str]]:

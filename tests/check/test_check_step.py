@@ -22,7 +22,7 @@ from longctx.check import (
     record,
 )
 from longctx.check.attention import MERGED
-from longctx.check.backward import BACKWARD_WRONG, CHANGED, DECAY
+from longctx.check.backward import BACKWARD_WRONG, CHANGED, DECAY, SIGNS
 from longctx.check.contexts import ROW_RESTARTED, contexts
 from longctx.check.documents import MISSING
 from longctx.check.github import annotations
@@ -670,7 +670,7 @@ def test_signs_of_gradients_are_no_scale() -> None:
             weight.grad.sign_()
 
     findings = check_step(partial(by_hand, spoil=spoil), [SHORT]).verdicts[0].findings
-    assert [finding.kind for finding in findings] == [CHANGED]
+    assert [finding.kind for finding in findings] == [SIGNS]
 
 
 def on_own_weights() -> list[str]:
