@@ -298,9 +298,19 @@ def _lost_calls(facts: Facts, right: Tensors) -> Finding | None:
         for number in numbers:
             kept = [by_call[call] for call, group in group_of.items() if group != number]
             if _is_sum(facts, kept, right):
-                details = f"{suffixes(right)}: without that of {word} {number}"
+                where = _up_to(facts, right)
+                details = f"{suffixes(right)}{where}: without that of {word} {number}"
                 return Finding(BACKWARD_WRONG, details)
     return None
+
+
+def _up_to(facts: Facts, names: Iterable[str]) -> str:
+    """Returns in words up to which layer parameters are; "" of those outside all layers."""
+    layers = _layers(facts.reference.order)
+    last = max(layers[name] for name in names)
+    if 0 <= last < BEHIND:
+        return f", up to layer {last}"
+    return ""
 
 
 def _are_multiples(facts: Facts, right: Tensors) -> bool:
