@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .attended import heads_of, of_heads
-from .attention import KEYS, Attention
 from .attention import KINDS as KINDS_OF_ATTENTION
+from .attention import Attention
 from .changes import CLEARLY, change_of_order, change_of_rows, change_of_sizes
 from .largest import largest
 from .looked import INPUT, OUTPUT
@@ -56,7 +56,7 @@ def _by_nothing_seen(off: FirstOff, tokens: Tokens) -> Cause | None:
     wrong = torch.tensor(off.wrong)
     if not ATTENTION.search(off.part) or off.found[wrong].any():
         return None
-    return Cause(KEYS, f"it returns 0, as of no key: {off.in_words(tokens)}")
+    return Cause(PART_CHANGED, f"0, as attention to no key returns: {off.in_words(tokens)}")
 
 
 def _by_change(off: FirstOff, tokens: Tokens, change_of: Callable[..., str]) -> Cause | None:

@@ -78,6 +78,7 @@ ONE: dict[str, Said] = {
     "tied, head's share lost": [(TIED, "that of the output layer")],
     "tied, head's share twice": [(TIED_TWICE, "that of the output layer")],
     "weights of experts swapped, Mixtral": [(EXPERTS, "have each other's weights")],
+    "packed, last tokens without attention": [(PART_CHANGED, "0, as attention to no key returns")],
     "mask from ids, padding is the end": [],
     "embedding as a product": [],
     "padded, BLOOM": [],
