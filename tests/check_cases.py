@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from longctx.check import PROBES, CheckError, Probe, Step, check_step, record
-from longctx.check.backward import KEYS_WITHOUT_GRADIENT
+from longctx.check.backward_ways import KEYS_WITHOUT_GRADIENT
 from longctx.check.contexts import (
     COUNTED,
     CUT,

@@ -45,13 +45,15 @@ class Heads(NamedTuple):
 
 
 class _Kept:
-    """What the attention function keeps of the layer that is looked at; and between which tokens
-    [queries, keys] it brings no gradient to keys and values."""
+    """What the attention function keeps of the layer that is looked at; between which tokens
+    [queries, keys] it brings no gradient to keys and values; and whether it brings them that of the
+    first head of each group alone."""
 
     def __init__(self) -> None:
         self.layer: Any = None
         self.calls: list[dict[str, Any]] = []
         self.detached: torch.Tensor | None = None
+        self.first_heads = False
 
 
 _KEPT = _Kept()
@@ -71,8 +73,12 @@ def _attend(
     """Eager attention of [1, heads, tokens, d], as transformers compute it."""
     scale = scaling if scaling is not None else queries.shape[-1] ** -0.5
     group = queries.shape[1] // keys.shape[1]
-    keys = keys.repeat_interleave(group, 1)
-    values = values.repeat_interleave(group, 1)
+    if _KEPT.first_heads:
+        keys = _of_first_heads(keys, group)
+        values = _of_first_heads(values, group)
+    else:
+        keys = keys.repeat_interleave(group, 1)
+        values = values.repeat_interleave(group, 1)
     scores = _scores(queries, keys, scaling=scale, cap=softcap or 0.0)
     detached = _KEPT.detached
     if detached is not None:
@@ -102,6 +108,13 @@ def _attend(
 
 
 AttentionInterface.register(NAME, _attend)
+
+
+def _of_first_heads(keys: torch.Tensor, group: int) -> torch.Tensor:
+    """Returns keys [1, heads, tokens, d] of each head of queries, with a gradient from the first
+    head of a group alone."""
+    others = [keys.detach()] * (group - 1)
+    return torch.stack([keys, *others], dim=2).flatten(1, 2)
 
 
 def _scores(
@@ -176,6 +189,21 @@ def gradients_without_others(
     return reference.taken().of
 
 
+def gradients_of_first_heads(
+    reference: Reference, slopes: Mapping[Sequence, torch.Tensor]
+) -> Tensors:
+    """Returns the gradients of `Reference.gradients_of` if keys and values get that of the first
+    head of queries of each group alone."""
+    before = reference.config._attn_implementation
+    reference.model.set_attn_implementation(NAME)
+    _KEPT.first_heads = True
+    try:
+        return reference.gradients_of(slopes).of
+    finally:
+        reference.model.set_attn_implementation(before)
+        _KEPT.first_heads = False
+
+
 def of_heads(
     heads: Heads, right: torch.Tensor, found: torch.Tensor, *, limit: float
 ) -> torch.Tensor | None:
@@ -205,9 +233,10 @@ def of_heads(
 ALONE = "sees only"
 WITHOUT = "does not see"
 BESIDE = "also sees"
-WAYS = (WITHOUT, BESIDE, ALONE)
+TWICE = "counts again"
+WAYS = (WITHOUT, BESIDE, TWICE, ALONE)
 """How a run of keys tells what a token saw: it saw this run alone, or what it should see without
-it, or that and the run."""
+it, or that and the run, which may be there already."""
 
 
 class Run(NamedTuple):
@@ -232,8 +261,7 @@ def runs(heads: Heads, of: torch.Tensor, index: int, *, at: list[int], seen: tor
     sink = torch.zeros(len(at), dtype=torch.float64)
     if heads.sinks is not None:
         sink = (heads.sinks.detach().double()[at] - shift[:, 0]).exp()
-    everything = torch.ones_like(seen)
-    sums, means = _of_runs(weights, values, everything)
+    sums, means = _of_runs(weights, values, torch.ones_like(seen))
     seen_sums, seen_means = _of_runs(weights, values, seen)
     other_sums, other_means = _of_runs(weights, values, ~seen)
     total = seen_sums[:, 0, -1][:, None, None]
@@ -242,6 +270,7 @@ def runs(heads: Heads, of: torch.Tensor, index: int, *, at: list[int], seen: tor
         ALONE: (sums, means),
         WITHOUT: (total - seen_sums, weighted - seen_means),
         BESIDE: (total + other_sums, weighted + other_means),
+        TWICE: (total + seen_sums, weighted + seen_means),
     }
     wanted = of[at]
     found = Run(0, 0, ALONE, apart=float("inf"))
@@ -254,7 +283,19 @@ def runs(heads: Heads, of: torch.Tensor, index: int, *, at: list[int], seen: tor
         least = float(apart[begin, end])
         if least < FAR_NEARER * found.apart:
             found = Run(begin, end, way, apart=least)
-    return found
+    return _trimmed(found, seen)
+
+
+def _trimmed(run: Run, seen: torch.Tensor) -> Run:
+    """Returns a run that begins and ends with keys that make a difference: those that a token
+    should see where it lacks them, and others where it has them beside."""
+    if run.way == ALONE:
+        return run
+    counted = ~seen if run.way == BESIDE else seen
+    own = counted[run.begin : run.end].nonzero()[:, 0]
+    if not len(own):
+        return run
+    return run._replace(begin=run.begin + int(own[0]), end=run.begin + int(own[-1]) + 1)
 
 
 FAR_NEARER = 0.1
@@ -298,6 +339,74 @@ def with_scores(heads: Heads, seen: torch.Tensor, factor: float, sinks: Any) -> 
     )
     likely = _softmax(scores.masked_fill(~seen, float("-inf")), sinks)
     return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)
+
+
+def with_cap_before(heads: Heads, seen: torch.Tensor) -> torch.Tensor:
+    """Returns what heads return [tokens, heads, d] if scores are capped before they are scaled;
+    `seen`: [tokens, tokens]."""
+    plain = _scores(
+        heads.queries.transpose(0, 1), heads.keys.transpose(0, 1), scaling=1.0, cap=heads.cap
+    )
+    scores = (plain * heads.scaling).masked_fill(~seen, float("-inf"))
+    likely = _softmax(scores, heads.sinks)
+    return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)
+
+
+def with_rounded_scores(heads: Heads, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what heads return [tokens, heads, d] if scores are rounded; `seen`: [tokens,
+    tokens]."""
+    scores = _scores(
+        heads.queries.transpose(0, 1),
+        heads.keys.transpose(0, 1),
+        scaling=heads.scaling,
+        cap=heads.cap,
+    )
+    rounded = scores.to(dtype).double().masked_fill(~seen, float("-inf"))
+    likely = _softmax(rounded, heads.sinks)
+    return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)
+
+
+def with_hidden_by(
+    heads: Heads, seen: torch.Tensor, *, others: torch.Tensor, by: float
+) -> torch.Tensor:
+    """Returns what heads return [tokens, heads, d] if scores of `others` [tokens, tokens] are only
+    so much smaller."""
+    scores = _scores(
+        heads.queries.transpose(0, 1),
+        heads.keys.transpose(0, 1),
+        scaling=heads.scaling,
+        cap=heads.cap,
+    )
+    scores = (scores - by * others).masked_fill(~(seen | others), float("-inf"))
+    likely = _softmax(scores, heads.sinks)
+    return (likely @ heads.values.transpose(0, 1)).transpose(0, 1)
+
+
+def log_sums(heads: Heads, seen: torch.Tensor) -> torch.Tensor:
+    """Returns the logarithms of the sums of exponentials of scores [tokens, heads], without
+    sinks."""
+    scores = _scores(
+        heads.queries.transpose(0, 1),
+        heads.keys.transpose(0, 1),
+        scaling=heads.scaling,
+        cap=heads.cap,
+    )
+    return scores.masked_fill(~seen, float("-inf")).logsumexp(-1).T
+
+
+def with_head_of_others(
+    heads: Heads, seen: torch.Tensor, others: torch.Tensor, *, head: int, keys: int, values: int
+) -> torch.Tensor:
+    """Returns what a head returns [tokens, d] with keys and values of these heads where `others`
+    [tokens, tokens] is."""
+    query = heads.queries[:, head]
+    own = _scores(query, heads.keys[:, head], scaling=heads.scaling, cap=heads.cap)
+    theirs = _scores(query, heads.keys[:, keys], scaling=heads.scaling, cap=heads.cap)
+    scores = torch.where(others, theirs, own).masked_fill(~seen, float("-inf"))
+    sinks = None if heads.sinks is None else heads.sinks[head : head + 1]
+    likely = _softmax(scores[None], sinks)[0]
+    of_own = (likely * ~others) @ heads.values[:, head]
+    return of_own + (likely * others) @ heads.values[:, values]
 
 
 def with_head(

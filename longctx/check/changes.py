@@ -8,6 +8,8 @@ ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Types to which numbers may have been rounded, in words."""
 CLEARLY = 0.3
 """Share of the difference from what is right that a cause has to leave at most."""
+LEAST_ROW = 0.05
+"""Share of the usual size of a gradient's rows: what is off by less than of that is no row's."""
 FEWEST_ZEROS = 0.002
 """Share of elements that are 0 from which dropout is likelier than chance."""
 
@@ -71,7 +73,38 @@ def change_of_gradient(
     for name, other in others.items():
         if other.shape == found.shape and other.any() and _same(found, other, limit):
             return f"that of {name}"
-    return _few_elements(found, right, limit=limit) or "another"
+    return (
+        _in_some_rows(found, right, limit=limit)
+        or _few_elements(found, right, limit=limit)
+        or "another"
+    )
+
+
+def _in_some_rows(found: torch.Tensor, right: torch.Tensor, *, limit: float) -> str:
+    """Returns by what some rows of a gradient [rows, ..] are multiplied, all by the same number; ""
+    if they are not, or others are off, too."""
+    if found.dim() < 2:
+        return ""
+    ones = found.flatten(1)
+    wanted = right.flatten(1)
+    sizes = wanted.norm(dim=1)
+    usual = float(sizes.norm()) / len(sizes) ** 0.5
+    off = (ones - wanted).norm(dim=1) > 3 * limit * sizes.clamp_min(LEAST_ROW * usual)
+    rows = off.nonzero()[:, 0].tolist()
+    if not rows or 2 * len(rows) >= len(ones) or not bool((sizes[off] > 0).all()):
+        return ""
+    ratio = float((ones[off] * wanted[off]).sum() / wanted[off].square().sum())
+    candidate = torch.where(off[:, None], ratio * wanted, wanted)
+    if not _same(ones, candidate, limit):
+        return ""
+    is_none = abs(ratio) <= limit
+    if not is_none and not _same(ones[off], ratio * wanted[off], limit):
+        return ""
+    shown = ", ".join(map(str, rows[:4])) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
+    where = f"{len(rows)} of {len(ones)} rows ({shown})"
+    if is_none:
+        return f"none in {where}"
+    return f"{ratio:.5g} times what it should be in {where}"
 
 
 def _few_elements(found: torch.Tensor, right: torch.Tensor, *, limit: float) -> str:

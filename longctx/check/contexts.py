@@ -3,7 +3,7 @@ after the other."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 from .record import Record
@@ -43,11 +43,14 @@ RUN_ON = "positions run on from one document to the next"
 BOTH = "attention is not causal"
 NEXT = "tokens see the one after them, which they predict"
 PADDING = "padding is seen"
+ONE_PADDING = "the last token of the padding before documents is seen"
+TWICE = "tokens are there twice in their document"
+ORDER = "tokens of a document are in another order"
 NO_WINDOW = "sliding windows are ignored"
 NO_MASK = "documents see each other, and sliding windows are ignored"
 FAULTS = (
     *(CUT, ROW, ROW_RESTARTED, COUNTED, SHARD, SHARD_RESTARTED, RANK_ROW, LOCAL_POSITIONS),
-    *(GIVEN, RUN_ON, BOTH, NEXT, PADDING, NO_WINDOW, NO_MASK),
+    *(GIVEN, RUN_ON, BOTH, NEXT, PADDING, ONE_PADDING, TWICE, ORDER, NO_WINDOW, NO_MASK),
 )
 """Names of wrong contexts."""
 
@@ -73,6 +76,7 @@ class Rows:
 
     def __init__(self, record: Record) -> None:
         self._tokens = record.tokens
+        self._given_rows = record.calls
         self._calls = [row.numbers for row in record.calls]
         self._rows = [row.numbers for row in record.rows]
         self.whole = [_real(row) for row in self._rows]
@@ -91,11 +95,47 @@ class Rows:
             self._given.update(zip(row.numbers, row.positions, strict=False))
 
     def alone(self) -> list[Numbers]:
-        """Returns the documents that have a padded row for themselves, with the padding, then the
-        other documents."""
-        rows = [row for row in self._calls if -1 in row and self._documents_in(row) == 1]
+        """Returns the documents that have a padded row for themselves, or their first tokens, with
+        the padding, then the other documents."""
+        rows = [row for row in self._calls if -1 in row and self._begins_document(_real(row))]
         held = [_real(row) for row in rows]
         return rows + [document for document in self.documents if document not in held]
+
+    def _begins_document(self, row: Numbers) -> bool:
+        """Returns whether a row without padding is a document, or its first tokens in order."""
+        if not row:
+            return False
+        document = self._tokens.of(self._tokens.document[row[0]])
+        return row == [*document[: len(row)]]
+
+    def after_one_padding(self) -> Iterator[Sequence]:
+        """Yields documents with one token of the padding before them, where rows begin with some,
+        and others alone; none where no row does."""
+        if not self.padded:
+            return
+        held = set[int]()
+        for row in self._given_rows:
+            real = [at for at, number in enumerate(row.numbers) if number >= 0]
+            if not real or real[0] == 0:
+                continue
+            begin = real[0] - 1
+            end = real[-1] + 1
+            positions = row.positions or [*range(len(row.numbers))]
+            held.update(row.numbers[begin:end])
+            yield Sequence(tuple(row.numbers[begin:end]), tuple(positions[begin:end]))
+        for document in self.documents:
+            if held.isdisjoint(document):
+                yield Sequence(tuple(document), tuple(self.own(document)))
+
+    def changed(self) -> Iterator[tuple[str, list[Numbers]]]:
+        """Yields names of what is wrong with the order of tokens, with the documents as rows have
+        them."""
+        runs = [run for row in self.whole for run in self._tokens.runs(row)]
+        steps = {after - number for run in runs for number, after in pairwise(run)}
+        if 0 in steps:
+            yield TWICE, runs
+        elif min(steps, default=1) < 0:
+            yield ORDER, runs
 
     def _documents_in(self, row: Numbers) -> int:
         return len({self._tokens.document[number] for number in _real(row)})
@@ -142,6 +182,7 @@ def contexts(record: Record, windows: bool) -> list[Context]:
         _context(APART, documents, rows.own),
         _context(APART, [*documents, *rows.padding], rows.own),
         _context(COUNTED if rows.padded else APART, rows.alone(), rows.counted, sight="no padding"),
+        *(_context(name, runs, rows.counted) for name, runs in rows.changed()),
         _context(shard, rows.pieces, rows.own),
         _context(cut, rows.pieces, rows.counted),
         _context(ROW, rows.whole, rows.counted),
@@ -152,6 +193,7 @@ def contexts(record: Record, windows: bool) -> list[Context]:
         _context(BOTH, documents, rows.own, sight="both"),
         _context(NEXT, documents, rows.own, sight="next"),
         _context(PADDING, rows.padded, rows.counted),
+        Context(ONE_PADDING, tuple(rows.after_one_padding())),
         _context(LOCAL_POSITIONS, on_shards, rows.in_call),
         _context(GIVEN, documents, rows.given),
         _context(NO_WINDOW, in_windows, rows.own, sight="no window"),

@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 
-from .contexts import APART
+from .contexts import APART, ORDER, TWICE
 from .facts import Facts
 from .finding import Finding
 from .record import Record
@@ -42,6 +43,9 @@ def wrong_contexts(facts: Facts) -> Iterator[Finding]:
         off = shown.documents if shown is not None else several
         documents = [document for document in several if document in off] or several
         details = facts.named_documents(documents)
+        if name in (TWICE, ORDER):
+            yield Finding(name, _example_of_order(facts, name, documents))
+            continue
         for number, sequence in enumerate(facts.fit.contexts[documents[0]].sequences):
             if sequence.sight != "causal":
                 continue
@@ -52,3 +56,18 @@ def wrong_contexts(facts: Facts) -> Iterator[Finding]:
                 details = f"in row {number}, tokens of document {sees} see document {seen}"
                 break
         yield Finding(name, details)
+
+
+def _example_of_order(facts: Facts, name: str, documents: list[int]) -> str:
+    """Returns the first token of these documents that is there twice, or comes too late."""
+    tokens = facts.tokens
+    context = facts.fit.contexts[documents[0]]
+    for sequence in context.sequences:
+        for number, after in pairwise(sequence.numbers):
+            is_example = after == number if name == TWICE else after < number
+            if tokens.document[number] in documents and is_example:
+                words = f"token {tokens.place[after]} of document {tokens.document[after]}"
+                if name == ORDER:
+                    words += f" comes after token {tokens.place[number]}"
+                return f"{words}; in {facts.named_documents(documents)}"
+    return facts.named_documents(documents)

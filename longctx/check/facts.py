@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from math import copysign, inf
 
-from .contexts import Sequence
+from .contexts import ORDER, TWICE, Sequence
 from .fit import Fit, Pair
-from .probe import END
-from .record import Record
+from .probe import END, Tokens
+from .record import Record, Row
 from .reference import Prediction, Reference
 from .tolerances import FLOAT32
 
@@ -145,6 +146,9 @@ class Facts:
         )
         calls = self.record.calls
         self.firsts = {ids[0] for ids in tokens.probe.documents}
+        self.next_documents = _next_documents(self.record)
+        self.around = _around(tokens, self.record.rows)
+        self.around_parts = _around(tokens, calls)
         self.starts = set[int]()
         self.adjacent = set[Pair]()
         for row in calls:
@@ -152,19 +156,21 @@ class Facts:
             for piece in tokens.pieces(row.numbers):
                 if tokens.place[piece[0]]:
                     self.starts.add(piece[0])
+        self.in_another_order = _in_another_order(tokens, self.fit)
         self.of_row = dict[int, int]()
         for row in calls:
             real = [number for number in row.numbers if number >= 0]
             for number in real:
                 self.of_row[number] = real[0]
-        kept = {tokens.document[number] for number, _ in self.kept}
-        self.untrained = {tokens.document[number] for number, _ in self.wanted} - kept
-        kept_ranks = {self.rank(number) for number, _ in self.kept}
+        trained = [number for number, _ in self.kept | self.extra if number >= 0]
+        with_loss = {tokens.document[number] for number in trained}
+        self.untrained = {tokens.document[number] for number, _ in self.wanted} - with_loss
+        trained_ranks = {self.rank(number) for number in trained}
         wanted_ranks = {self.rank(number) for number, _ in self.wanted}
-        self.untrained_ranks = wanted_ranks - kept_ranks if len(wanted_ranks) > 1 else set()
-        kept_calls = {self.at[number][:2] for number, _ in self.kept if number in self.at}
+        self.untrained_ranks = wanted_ranks - trained_ranks if len(wanted_ranks) > 1 else set()
+        trained_calls = {self.at[number][:2] for number in trained if number in self.at}
         wanted_calls = {self.at[number][:2] for number, _ in self.wanted if number in self.at}
-        self.untrained_calls = wanted_calls - kept_calls if len(wanted_calls) > 1 else set()
+        self.untrained_calls = wanted_calls - trained_calls if len(wanted_calls) > 1 else set()
         self.reach = min((tokens.place[number] for number in self.unknown), default=0)
         self.edge = len(tokens.ids)
         for number in range(1, min(self.unknown, default=0) + 1):
@@ -197,8 +203,9 @@ class Facts:
 
     @property
     def fills_ranks(self) -> bool:
-        """Whether documents are repeated so that the batches of all ranks have as many."""
-        if self.record.ranks == 1:
+        """Whether documents are repeated so that the batches of all ranks have as many; a sampler
+        that fills them up leaves no document out."""
+        if self.record.ranks == 1 or self.missing:
             return False
         held = Counter[tuple[int, int]]()
         for row in self.record.calls:
@@ -238,3 +245,39 @@ def _tokens_in(record: Record) -> tuple[Counter[int], dict[int, tuple[int, int, 
                 count[number] += 1
                 at.setdefault(number, (row.rank, row.call, place))
     return count, at
+
+
+def _in_another_order(tokens: Tokens, fit: Fit) -> set[Pair]:
+    """Returns with each token the id that follows it, where that is not the next one of its
+    document, as documents are in another order."""
+    found = set[Pair]()
+    for context in set(fit.contexts.values()):
+        if context.name not in (TWICE, ORDER):
+            continue
+        for sequence in context.sequences:
+            for number, after in pairwise(sequence.numbers):
+                if after != number + 1:
+                    found.add((number, tokens.ids[after]))
+    return found
+
+
+def _next_documents(record: Record) -> set[Pair]:
+    """Returns with the last token of each document the first id of the next one, in rows or from
+    one row to the next."""
+    found = set[Pair]()
+    for rows in (record.rows, record.calls):
+        in_order = [number for row in rows for number in row.numbers if number >= 0]
+        for number, after in pairwise(in_order):
+            if record.tokens.document[number] != record.tokens.document[after]:
+                found.add((number, record.tokens.ids[after]))
+    return found
+
+
+def _around(tokens: Tokens, rows: Iterable[Row]) -> set[Pair]:
+    """Returns with the last token of each row its first id."""
+    found = set[Pair]()
+    for row in rows:
+        real = [number for number in row.numbers if number >= 0]
+        if real:
+            found.add((real[-1], tokens.ids[real[0]]))
+    return found

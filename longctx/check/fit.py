@@ -37,6 +37,7 @@ class Shown:
         focus: γ of a focal loss that weights follow; 0: they do not.
         slopes: ∂loss/∂ of what the output layer returned, as the optimizer would get it, for the
             tokens of each sequence [tokens, V]; None if that of some tokens has no sequence.
+        of_calls: the same of each call, by rank and call; none where slopes are None.
     """
 
     states: dict[int, bool]
@@ -50,6 +51,7 @@ class Shown:
     cause: Cause | None
     focus: float
     slopes: dict[Sequence, torch.Tensor] | None
+    of_calls: dict[tuple[int, int], dict[Sequence, torch.Tensor]]
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Fit:
         tolerance: largest residual that rounding explains, or what is unknown.
         roughly: whether some hidden states are unknown, so that weights are not exact.
         shown: what the output layer showed, if it did: then nothing is inferred.
+        errors: what the loss sends back to logits otherwise, in words; "": nothing.
     """
 
     contexts: dict[int, Context]
@@ -73,6 +76,7 @@ class Fit:
     tolerance: float
     roughly: bool = False
     shown: Shown | None = None
+    errors: str = ""
 
     @property
     def exact(self) -> bool:

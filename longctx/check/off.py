@@ -1,5 +1,6 @@
 """The first part of a layer that is wrong in a step, and a cause of that."""
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -7,12 +8,23 @@ import torch
 from .contexts import Sequence
 from .probe import Tokens
 
+ATTENTION = re.compile(r"att(?!\w*norm)|mixer")
+"""What names of parts have that mix tokens."""
+
 
 class Cause(NamedTuple):
     """A kind of fault, always the same words, and what shows it."""
 
     kind: str
     details: str
+
+
+class Spot(NamedTuple):
+    """Where a token is in a step: its rank, and row and column of the batch before it was split."""
+
+    rank: int
+    row: int
+    column: int
 
 
 class FirstOff(NamedTuple):

@@ -19,7 +19,10 @@ def picture(facts: Facts) -> list[str]:
             pair = (number, facts.tokens.ids[number + 1])
             weight = facts.relative.get(pair, 0.0)
             wanted = float(pair in facts.wanted)
-            signs += _sign(weight, wanted, same=facts.limits.weights)
+            if pair in facts.lost:
+                signs += "0"
+            else:
+                signs += _sign(weight, wanted, same=facts.limits.weights)
         if len(signs) > 96:
             signs = signs[:96] + "…"
         if signs.strip(".…"):
@@ -31,8 +34,6 @@ def _sign(weight: float, wanted: float, *, same: float) -> str:
     """Returns how a weight relates to the one that it should be."""
     if abs(weight - wanted) < same:
         return "."
-    if abs(weight) < same:
-        return "0"
     if weight > wanted:
         return "+"
     return "-"

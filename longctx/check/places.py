@@ -1,15 +1,13 @@
 """Where hidden states are wrong: for which tokens, by a table of words and what holds for them
 alone."""
 
-import re
 from collections.abc import Callable, Iterator
 
 from .facts import Facts
 from .finding import Finding
+from .off import ATTENTION
 
 HIDDEN = "hidden states are wrong"
-ATTENTION = re.compile(r"att(?!\w*norm)|mixer")
-"""What names of parts have that mix tokens."""
 ORDER = "hidden states of all tokens are wrong, also of first ones"
 SCORES = "attention is wrong for all tokens but first ones"
 EXCHANGE = "attention is wrong where keys of other ranks are needed"

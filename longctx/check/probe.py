@@ -255,6 +255,19 @@ class Tokens:
                 return self.of(self.document[self.number[token]])[place]
         return self.of(self.document[number] - 1)[place]
 
+    def runs(self, row: Sequence[int]) -> Iterator[list[int]]:
+        """Yields the tokens of one document after the other in a row of numbers without padding, in
+        the order of the row; a document that begins anew is another run."""
+        run: list[int] = []
+        for number in row:
+            begins_anew = self.place[number] == 0 and run and run[-1] != number
+            if run and (self.document[run[-1]] != self.document[number] or begins_anew):
+                yield run
+                run = []
+            run.append(number)
+        if run:
+            yield run
+
     def pieces(self, row: Sequence[int]) -> Iterator[list[int]]:
         """Yields the runs of consecutive tokens of one document in a row of numbers."""
         piece: list[int] = []

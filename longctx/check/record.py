@@ -32,6 +32,12 @@ FEWEST_NEIGHBOURS = 16
 """Fewest pairs of neighbouring tokens that tell whether a step was made on a probe."""
 
 
+SAME_SUM = 1e-9
+"""Relative difference of sums of the same weights on two ranks, in float64."""
+NEAR_ROW = 0.01
+"""Share of an embedding's length by which what a model was called with may differ from it."""
+
+
 @dataclass
 class Step:
     """One optimizer step of one rank, as a trainer made it.
@@ -54,6 +60,8 @@ class Step:
         not_finite_in: words for the first part of a layer that is not finite; "": none.
         updates: of the optimizers that are watched.
         aim: how much each prediction should count; without, all targets alike.
+        before: gradients that parameters had before the step; none of zeros.
+        first_sums: sums of whole parameters at the first call, by name.
     """
 
     reference: nn.Module
@@ -70,6 +78,8 @@ class Step:
     not_finite_in: str = ""
     updates: Sequence[Update] = ()
     aim: Aim = field(default_factory=Aim)
+    before: Tensors = field(default_factory=dict)
+    first_sums: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,7 +89,9 @@ class Recorder:
     model: Any
     reference: nn.Module
     dtypes: set[torch.dtype]
+    before: Tensors
     sums: list[list[float]] = field(default_factory=list)
+    first_sums: dict[str, float] = field(default_factory=dict)
     calls: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor | None] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -138,6 +150,8 @@ class Recorder:
             not_finite_in=next(not_finite, ""),
             updates=[each.update for each in self.watches],
             aim=aim or Aim(),
+            before=self.before,
+            first_sums=self.first_sums,
         )
 
 
@@ -145,10 +159,14 @@ class Recorder:
 def record(model: Any) -> Iterator[Recorder]:
     """Records the calls of a model and its weights at the beginning; raises CheckError for what no
     reference can repeat."""
-    seen = Recorder(model, reference_of(model), dtypes=_dtypes_of(model))
+    reference = reference_of(model)
+    before = {name: each for name, each in gradients_of(model).items() if each.any()}
+    seen = Recorder(model, reference, dtypes=_dtypes_of(model), before=before)
 
     def see(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = inputs[0] if inputs else named["input"]
+        if not seen.first_sums:
+            seen.first_sums = _sums_of_all(model, reference)
         if torch.is_autocast_enabled(ids.device.type):
             seen.dtypes.add(torch.get_autocast_dtype(ids.device.type))
         if torch.is_grad_enabled():
@@ -157,7 +175,11 @@ def record(model: Any) -> Iterator[Recorder]:
 
     def place(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         positions = named.get("position_ids")
+        embedded = named.get("inputs_embeds")
         if torch.is_grad_enabled():
+            if embedded is not None and len(seen.calls) == len(seen.positions):
+                seen.calls.append(_ids_of(embedded, model))
+                seen.sums.append(_sums(model))
             seen.positions.append(
                 positions.cpu() if positions is not None and positions.dim() <= 2 else None
             )
@@ -181,6 +203,34 @@ def record(model: Any) -> Iterator[Recorder]:
             hook.remove()
         for watch in seen.watches:
             watch.remove()
+
+
+def _ids_of(embedded: torch.Tensor, model: Any) -> torch.Tensor:
+    """Returns the ids whose embeddings [rows, tokens, width] a model was called with. Raises
+    CheckError for what is no row of its embedding."""
+    embeddings = model.get_input_embeddings()
+    with torch.no_grad():
+        everyones = embeddings(torch.arange(embeddings.weight.shape[0], device=embedded.device))
+        rows = embedded.detach().flatten(0, -2).float()
+        distances = torch.cdist(rows, everyones.float())
+    least, ids = distances.min(1)
+    if not bool((least <= NEAR_ROW * rows.norm(dim=1)).all()):
+        raise CheckError(
+            "the model was called with inputs_embeds that are no rows of its embedding: call it "
+            "with input_ids"
+        )
+    return ids.reshape(embedded.shape[:-1]).cpu()
+
+
+def _sums_of_all(model: Any, reference: nn.Module) -> dict[str, float]:
+    """Returns the sums of all parameters that are whole, as the reference's are, by plain names."""
+    shapes = {name: weight.shape for name, weight in reference.named_parameters()}
+    found = dict[str, float]()
+    for name, weight in model.named_parameters():
+        is_whole = type(weight) is nn.Parameter and weight.shape == shapes.get(plain_name(name))
+        if is_whole:
+            found[plain_name(name)] = float(weight.detach().double().sum())
+    return found
 
 
 def _sums(model: Any) -> list[float]:
@@ -312,6 +362,7 @@ class Record:
         updates: of each watched optimizer, every rank's.
         of_ranks: gradients of each rank, where they differ.
         aim: of the first rank.
+        before: gradients from before the step, float64, mean of the ranks'; none of zeros.
     """
 
     tokens: Tokens
@@ -333,6 +384,7 @@ class Record:
     updates: list[list[Update]]
     of_ranks: list[Tensors]
     aim: Aim
+    before: Tensors
 
     @property
     def documents(self) -> list[int]:
@@ -360,8 +412,10 @@ class _OfRank:
     dtype: torch.dtype
     changed_at: int
     not_finite_in: str
+    before: Tensors
     sums: dict[str, float]
     updates: Sequence[Update]
+    first_sums: dict[str, float]
 
 
 def gather(step: Step, tokens: Tokens) -> Record | None:
@@ -406,10 +460,12 @@ def _of_this_rank(step: Step, tokens: Tokens, rank: int) -> _OfRank:
         dtype=step.dtype,
         changed_at=step.changed_at,
         not_finite_in=step.not_finite_in,
+        before={name: value.double().cpu() for name, value in step.before.items()},
         sums={
             name: float(weight.detach().sum()) for name, weight in step.reference.named_parameters()
         },
         updates=step.updates,
+        first_sums=step.first_sums,
     )
 
 
@@ -420,6 +476,7 @@ def _as_one(own: Step, everyones: list[_OfRank], tokens: Tokens) -> Record:
     used = {token for row in called for token in row.ids}
     batched = [row for each in everyones for row in each.batches if set(row.ids) & used]
     mean, apart = _mean([each.gradients for each in everyones])
+    before, _ = _mean([each.before for each in everyones])
     dtype = coarsest({each.dtype for each in everyones})
     looked = [each.looked for each in everyones if each.looked is not None]
     return Record(
@@ -438,11 +495,8 @@ def _as_one(own: Step, everyones: list[_OfRank], tokens: Tokens) -> Record:
         tolerances=OF[dtype],
         changed_at=max(each.changed_at for each in everyones),
         not_finite_in=max(each.not_finite_in for each in everyones),
-        weights_apart=[
-            name
-            for name, value in everyones[0].sums.items()
-            if any(each.sums.get(name) != value for each in everyones[1:])
-        ],
+        weights_apart=_weights_apart(everyones),
+        before=before,
         updates=_by_optimizer(everyones),
         of_ranks=[each.gradients for each in everyones] if apart else [],
         aim=own.aim,
@@ -462,6 +516,22 @@ def _by_optimizer(everyones: list[_OfRank]) -> list[list[Update]]:
                 "a watched optimizer made no step before the end of `record`: let it step there"
             )
         found.append(list(of_one))
+    return found
+
+
+def _weights_apart(everyones: list[_OfRank]) -> list[str]:
+    """Returns the names of parameters that differ between ranks: when recording began, or at the
+    first call."""
+    first, *others = everyones
+    found = list[str]()
+    for name, value in first.sums.items():
+        at_first_call = first.first_sums.get(name, 0.0)
+        for each in others:
+            differs = each.sums.get(name) != value
+            by = each.first_sums.get(name, at_first_call) - at_first_call
+            if differs or not abs(by) <= SAME_SUM * max(1.0, abs(at_first_call)):
+                found.append(name)
+                break
     return found
 
 

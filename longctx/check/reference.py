@@ -9,7 +9,8 @@ pass is wrong. Without a gradient of its own (tied embeddings, adapters) the out
 such matrix, and all gradients are fitted at once: then forward and backward are not told apart.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +22,7 @@ from .errors import CheckError
 from .looked import Parts, keep_parts, of_tokens
 from .objectives import CHANGES, final_logits
 from .record import Record
+from .split_softmax import Errors, right_errors
 from .tensors import Tensors
 
 LAST = "input of the output layer"
@@ -97,6 +99,8 @@ class Reference:
                 f"the reference has no parameter {min(unknown)}: name gradients as "
                 f"{next(iter(named))}"
             )
+        self.errors: Errors = right_errors
+        """What a loss sends back to logits."""
         self.order = list(named)
         """Names of all parameters in the order of the model."""
         self.named = {name: named[name] for name in record.gradients}
@@ -131,6 +135,11 @@ class Reference:
         self.window: int | None = (
             window if getattr(self.config, "use_sliding_window", True) else None
         )
+        self._positions: tuple[int, ...] = ()
+        for module in self.model.modules():
+            if hasattr(module, "build_alibi_tensor"):  # BLOOM's, of a mask of two dimensions
+                build = partial(type(module).build_alibi_tensor, module)
+                module.build_alibi_tensor = partial(self._alibi, build)
         try:
             self.logits(Sequence((0, 1), (0, 1)))
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
@@ -159,6 +168,14 @@ class Reference:
             return {"full_attention": full, "sliding_attention": sliding}
         return sliding
 
+    def _alibi(
+        self, build: Callable[..., torch.Tensor], _: Any, heads: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Returns what is added to scores for the positions of the sequence that is run
+        [heads, 1, keys]."""
+        by_one = build(torch.ones(1, 2), heads, dtype=dtype)[..., 1:]
+        return by_one * torch.tensor(self._positions, dtype=dtype)
+
     def id_of(self, number: int) -> int:
         if number >= 0:
             return self.tokens.ids[number]
@@ -171,6 +188,7 @@ class Reference:
 
     def _inputs(self, sequence: Sequence) -> dict[str, Any]:
         ids = torch.tensor([[self.id_of(number) for number in sequence.numbers]])
+        self._positions = sequence.positions
         return {
             "input_ids": ids,
             "position_ids": torch.tensor([sequence.positions]),
@@ -255,16 +273,21 @@ class Reference:
                     left.append(self._flat(dict(zip(self.fitted, found, strict=True))).T)
                     right.append(torch.ones(1, 1, dtype=torch.float64))
                 continue
-            logits, slopes, states = self._at_output(sequence)
-            places = [each.place for each in chosen]
-            errors = torch.softmax(logits[places], -1)
-            errors[range(len(chosen)), [each.target for each in chosen]] -= 1
-            left.append(errors * slopes[places])
-            right.append(states[places])
+            own = self._columns_of_output(sequence, chosen)
+            left.append(own.left)
+            right.append(own.right)
         none = torch.zeros(0, 1, dtype=torch.float64)
         if left:
             return Columns(torch.cat(left), torch.cat(right))
         return Columns(none, none)
+
+    def _columns_of_output(self, sequence: Sequence, chosen: list[Prediction]) -> Columns:
+        """Returns a column of the output layer for each prediction of a sequence."""
+        logits, slopes, states = self._at_output(sequence)
+        places = [each.place for each in chosen]
+        targets = torch.tensor([each.target for each in chosen])
+        errors = self.errors(torch.softmax(logits[places], -1), targets)
+        return Columns(errors * slopes[places], states[places])
 
     def of(self, gradients: Tensors) -> torch.Tensor:
         """Returns what `columns` explain: the gradient of the output layer, or all gradients in one
@@ -303,7 +326,7 @@ class Reference:
         [tokens, V], for predictions with these weights."""
         found = dict[Sequence, torch.Tensor]()
         for sequence, chosen in _by_sequence(weights):
-            columns = self.columns(chosen).left
+            columns = self._columns_of_output(sequence, chosen).left
             slopes = found.setdefault(
                 sequence, torch.zeros(len(sequence.numbers), columns.shape[1], dtype=torch.float64)
             )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from .attended import ALONE, WAYS, Run
+from .attended import ALONE, TWICE, WAYS, Run
 from .probe import Tokens
 
 
@@ -14,7 +14,8 @@ class SeenKeys:
     """Runs of keys of tokens, by the tokens' index in a row.
 
     `numbers`: of the tokens of the row. `own_parts`: runs of keys of its own rank that a token
-    should see, of those that should see others, too.
+    should see, of those that should see others, too. `wider`: tokens whose run has all that they
+    should see, and more.
     """
 
     def __init__(
@@ -24,11 +25,13 @@ class SeenKeys:
         *,
         tokens: Tokens,
         own_parts: Mapping[int, tuple[int, int]],
+        wider: set[int],
     ) -> None:
         self._runs = runs
         self._numbers = numbers
         self._tokens = tokens
         self._own_parts = own_parts
+        self._wider = wider
         first_of = dict[int, int]()
         last_of = dict[int, int]()
         for index, number in enumerate(numbers):
@@ -49,7 +52,12 @@ class SeenKeys:
         ways = {run.way for run in self._runs.values()}
         way = next(way for way in WAYS if way in ways)
         index, run = next(each for each in self._runs.items() if each[1].way == way)
-        return f"{place_of(self._numbers[index], self._tokens)} {way} {self._span(run)}"
+        place = place_of(self._numbers[index], self._tokens)
+        if way == ALONE and index in self._wider:
+            return f"{place} sees {self._span(run)}"
+        if way == TWICE:
+            return f"{place} counts {self._span(run)} twice"
+        return f"{place} {way} {self._span(run)}"
 
     def _span(self, run: Run) -> str:
         begin = place_of(self._numbers[run.begin], self._tokens)

@@ -14,7 +14,7 @@ from .contexts import APART, Context, Sequence
 from .fit import Fit, Pair, Shown
 from .looked import Looked
 from .objectives import focus
-from .off import FirstOff
+from .off import FirstOff, Spot
 from .record import Record
 from .reference import LAST, Columns, Prediction, Reference
 
@@ -74,6 +74,7 @@ def fit_shown(
         factor = _factor_of_all(record, reference, slopes)
         weights = {prediction: weight * factor for prediction, weight in weights.items()}
         slopes = {sequence: each * factor for sequence, each in slopes.items()}
+        factors = {call: each * factor for call, each in factors.items()}
         scaled = True
     limit = record.tolerances.objective
     off = seen.first_off()
@@ -86,9 +87,12 @@ def fit_shown(
         scaled=scaled,
         alike=seen.alike(),
         first_off=off.part if off is not None else "",
-        cause=cause_of(off, record.tokens, reference, seen.ranks()) if off is not None else None,
+        cause=cause_of(off, record.tokens, reference, seen.spots(record))
+        if off is not None
+        else None,
         focus=seen.focus(record.tolerances.weights),
         slopes=slopes,
+        of_calls=seen.slopes_of_calls(factors) if slopes is not None else {},
     )
     return Fit(
         seen.contexts,
@@ -132,11 +136,22 @@ class Seen:
             for context in candidates
         }
         self._real = {index for index, token in enumerate(self.tokens) if token.number >= 0}
+        self._real = self._judged()
         self.contexts = self._contexts()
         self.known = dict[int, bool]()
         for index in sorted(self._real):
             number = self.tokens[index].number
             self.known[number] = self.known.get(number, True) and self._place(index) is not None
+
+    def _judged(self) -> set[int]:
+        """Returns the tokens of the probe whose hidden states are judged: all, or those with a
+        slope, where these are as they should be, as no gradient comes from others."""
+        rows = torch.cat([each.slopes for each in self._looked])
+        trained = {index for index in self._real if rows[index].any()}
+        rightly = self._with_all(trained)
+        if trained and rightly is not None and rightly.name == APART:
+            return trained
+        return self._real
 
     def _place(self, index: int) -> Place | None:
         """Returns the place of a token in the context of its document; of padding, in any."""
@@ -173,7 +188,8 @@ class Seen:
         rows = torch.cat([each.slopes for each in self._looked])
         found = dict[Sequence, torch.Tensor]()
         for index, token in enumerate(self.tokens):
-            if not rows[index].any():
+            factor = factors[token.rank, token.call]
+            if not factor or not rows[index].any():
                 continue
             place = self._place(index)
             if place is None:
@@ -181,7 +197,19 @@ class Seen:
             if place.sequence not in found:
                 shape = len(place.sequence.numbers), rows.shape[1]
                 found[place.sequence] = torch.zeros(shape, dtype=torch.float64)
-            found[place.sequence][place.at] += factors[token.rank, token.call] * rows[index]
+            found[place.sequence][place.at] += factor * rows[index]
+        return found
+
+    def slopes_of_calls(
+        self, factors: dict[tuple[int, int], float]
+    ) -> dict[tuple[int, int], dict[Sequence, torch.Tensor]]:
+        """Returns the slopes of each call alone, by rank and call; where all have sequences."""
+        found = {}
+        for call, factor in factors.items():
+            alone = dict.fromkeys(factors, 0.0) | {call: factor}
+            slopes = self.slopes(alone)
+            if slopes is not None:
+                found[call] = slopes
         return found
 
     def _contexts(self) -> dict[int, Context]:
@@ -201,6 +229,8 @@ class Seen:
         for context in self._candidates:
             places = self._places[context.sequences]
             if not indices <= places.keys():
+                continue
+            if not self._broken(context).isdisjoint(places[index].sequence for index in indices):
                 continue
             apart = sum(places[index].apart ** 2 for index in indices) ** 0.5
             if found is None or apart < NEARER * least:
@@ -222,7 +252,9 @@ class Seen:
         counts = dict[int, int]()
         for number, context in enumerate(self._candidates):
             places = self._places[context.sequences]
-            counts[number] = sum(index in places for index in own)
+            broken = self._broken(context)
+            held = [places[index].sequence for index in own if index in places]
+            counts[number] = sum(sequence not in broken for sequence in held)
         named_right = [n for n, each in enumerate(self._candidates) if each.name == APART]
         right = max(named_right, key=counts.__getitem__)
         best = max(counts, key=counts.__getitem__)
@@ -230,15 +262,39 @@ class Seen:
             return self._candidates[best]
         return self._candidates[right]
 
+    def _broken(self, context: Context) -> set[Sequence]:
+        """Returns the sequences of several documents, of one of which a token has another hidden
+        state: what a row does to one document, it does to the others in it."""
+        places = self._places[context.sequences]
+        document_of = self._probe.document
+        lacking = {
+            document_of[self.tokens[index].number] for index in self._real if index not in places
+        }
+        found = set[Sequence]()
+        for sequence in context.sequences:
+            documents = {document_of[number] for number in sequence.numbers if number >= 0}
+            if len(documents) > 1 and not lacking.isdisjoint(documents):
+                found.add(sequence)
+        return found
+
     def focus(self, limit: float) -> float:
         """Returns γ of a focal loss that the weights of tokens follow; 0 if they do not."""
         trained = [token for token in self.tokens if token.weight]
         weights = [token.weight for token in trained]
         return focus(weights, [token.chance for token in trained], limit=limit)
 
-    def ranks(self) -> dict[int, int]:
-        """Returns the rank of each token that is in a call, by its number."""
-        return {token.number: token.rank for token in self.tokens if token.number >= 0}
+    def spots(self, record: Record) -> dict[int, Spot]:
+        """Returns where each token is that is in a call, by its number."""
+        places = dict[int, tuple[int, int]]()
+        for row_at, row in enumerate(record.rows):
+            for column, number in enumerate(row.numbers):
+                places.setdefault(number, (row_at, column))
+        found = dict[int, Spot]()
+        for token in self.tokens:
+            if token.number >= 0:
+                row_at, column = places.get(token.number, (-1, 0))
+                found[token.number] = Spot(token.rank, row_at, column)
+        return found
 
     def documents_off(self) -> set[int]:
         """Returns the documents with a token whose hidden state no right context has."""
@@ -287,8 +343,8 @@ class Seen:
             found = torch.cat(outputs)[indices].double()
             right = torch.cat([each[part] for each in expected])[rows].double()
             same = (found - right).norm(dim=1) <= self._limit * right.norm(dim=1)
-            wrong = [at for at, index in enumerate(indices) if index in unknown and not same[at]]
-            if wrong:
+            wrong = [at for at in range(len(indices)) if not same[at]]
+            if any(indices[at] in unknown for at in wrong):
                 return FirstOff(
                     part,
                     [self.tokens[index].number for index in indices],
@@ -462,12 +518,28 @@ def _left_of_output(
 def _factor_of_all(
     record: Record, reference: Reference, slopes: dict[Sequence, torch.Tensor]
 ) -> float:
-    """Returns what most gradients are of those that follow from slopes."""
+    """Returns what most gradients are of those that follow from slopes; 1 where that explains as
+    many of them, or nothing explains one."""
     expected = reference.gradients_of(slopes).of
     sizes = {name: float(value.norm()) for name, value in expected.items()}
-    large = [name for name, size in sizes.items() if size > LEAST_SHARE * max(sizes.values())]
-    if not large:
-        return 1.0
-    return median(
-        float((record.gradients[name] * expected[name]).sum()) / sizes[name] ** 2 for name in large
-    )
+    least = LEAST_SHARE * max(sizes.values())
+    large = [name for name, size in sizes.items() if size > least]
+    ratios = dict[str, float]()
+    for name in large:
+        ratios[name] = float((record.gradients[name] * expected[name]).sum()) / sizes[name] ** 2
+
+    def explained_by(factor: float) -> list[float]:
+        """Returns the factors of the parameters that one factor explains."""
+        found = list[float]()
+        for name in large:
+            apart = float((record.gradients[name] - factor * expected[name]).norm())
+            if apart <= record.tolerances.of_parameter(name) * sizes[name]:
+                found.append(ratios[name])
+        return found
+
+    most = explained_by(1.0)
+    for factor in ratios.values():
+        own = explained_by(factor)
+        if len(own) > len(most):
+            most = own
+    return median(most) if most else 1.0

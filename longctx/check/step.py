@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from .contexts import contexts
+from .contexts import Context, contexts
 from .errors import CheckError
 from .facts import Facts
 from .finding import UNEXPLAINED, Finding
-from .fit import Fitter
+from .fit import Fit, Fitter
 from .not_tested import lines as lines_of_untested
 from .not_tested import not_tested
 from .picture import picture
@@ -26,6 +26,7 @@ from .record import Record, Step, gather, of_first_rank
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown
+from .split_softmax import other_errors, right_errors
 from .updates import CHOICES as OF_UPDATES
 from .updates import judge
 from .verdict import findings, is_allowed, not_finite, require_kinds
@@ -203,9 +204,7 @@ def _verdict_on(record: Record, probe: Probe, allow: Sequence[str]) -> Verdict:
             fit = fit_shown(record, record.looked, reference=reference, candidates=candidates)
             alike = fit.shown.alike if fit.shown is not None else []
         else:
-            fitter = Fitter(record, reference, candidates)
-            fit = fitter.fit()
-            alike = fitter.alike(fit)
+            fit, alike = _fitted(record, reference, candidates)
         facts = Facts(record, reference, fit)
         found = list(findings(facts))
         untested = not_tested(record, reference) | facts.aim.not_tested(facts)
@@ -229,3 +228,21 @@ def _verdict_on(record: Record, probe: Probe, allow: Sequence[str]) -> Verdict:
         choices=choices,
         not_tested=untested,
     )
+
+
+def _fitted(
+    record: Record, reference: Reference, candidates: list[Context]
+) -> tuple[Fit, list[str]]:
+    """Returns what explains a gradient whose output layer was not seen, and other contexts that do;
+    also with what ranks send back otherwise that have shares of logits."""
+    fitter = Fitter(record, reference, candidates)
+    fit = fitter.fit()
+    if not fit.exact and record.ranks > 1 and reference.output is not None:
+        for otherwise in other_errors(record.ranks):
+            reference.errors = otherwise.errors
+            other = Fitter(record, reference, candidates[:1]).fit()
+            if other.exact:
+                other.errors = otherwise.words
+                return other, []
+        reference.errors = right_errors
+    return fit, fitter.alike(fit)

@@ -32,9 +32,18 @@ EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
     "first tokens are predicted from padding": lambda f, n, target: n < 0 and target in f.firsts,
     "tokens are predicted from padding": lambda f, n, target: n < 0,
     "last tokens predict the first one of the next document": lambda f, n, target: (
+        f.id_after(n, 1) is None and (n, target) in f.next_documents
+    ),
+    "last tokens of rows predict the first one of their row": lambda f, n, target: (
+        (n, target) in f.around
+    ),
+    "last tokens of ranks' parts predict the first one of their part": lambda f, n, target: (
+        f.record.ranks > 1 and (n, target) in f.around_parts
+    ),
+    "last tokens predict the first one of another document": lambda f, n, target: (
         f.id_after(n, 1) is None and target in f.firsts
     ),
-    AFTER_SPLIT: lambda f, n, target: (n, target) in f.adjacent,
+    AFTER_SPLIT: lambda f, n, target: f.record.ranks > 1 and (n, target) in f.adjacent,
     OF_OTHERS: lambda f, n, target: True,
 }
 """What a token predicts, and should not."""
@@ -56,6 +65,8 @@ def extra_targets(facts: Facts) -> list[Finding]:
     """Returns what tokens predict and should not."""
     found = defaultdict[str, list[Pair]](list)
     for pair in facts.extra:
+        if pair in facts.in_another_order:  # which is said of its document
+            continue
         found[next(kind for kind, holds in EXTRA.items() if holds(facts, *pair))].append(pair)
     for kind in (NOT_SHIFTED, SHIFTED_TWICE):
         if len(found.get(kind, ())) < len(found.get(OF_OTHERS, ())):  # by chance

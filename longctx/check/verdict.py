@@ -7,14 +7,19 @@ from math import isfinite
 
 from .backward import (
     BACKWARD_WRONG,
+    BEFORE,
     CHANGED,
+    CLIPPED,
     DECAY,
-    KEYS_WITHOUT_GRADIENT,
+    ROUNDED_STATES,
     ROUTERS,
+    SIGNS,
+    THINNED,
     after_backward,
     beside_tokens,
     wrong_backward,
 )
+from .backward_ways import KINDS as WAYS
 from .causes import KINDS as CAUSES
 from .contexts import FAULTS as CONTEXTS
 from .documents import MISSING, SAME_DATA, missing_documents, same_data, wrong_contexts
@@ -70,7 +75,11 @@ def kinds() -> list[str]:
         ROUTERS,
         CHANGED,
         BACKWARD_WRONG,
-        KEYS_WITHOUT_GRADIENT,
+        BEFORE,
+        CLIPPED,
+        THINNED,
+        SIGNS,
+        ROUNDED_STATES,
         LOGGED_LOSS,
         LOGGED_NORM,
     )
@@ -89,6 +98,7 @@ def kinds() -> list[str]:
         *UPDATES,
         *OF_PAIRS,
         *OF_POLICIES,
+        *WAYS,
         *EXTRA,
         *LOST,
     ]
@@ -152,6 +162,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
     if not fit.exact:
         names = ", ".join(dict.fromkeys(context.name for context in fit.contexts.values()))
         yield Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {fit.residual:.1%} of it")
+        return
+    if fit.errors:
+        yield Finding(OBJECTIVE_OTHER, fit.errors)
         return
     yield from wrong_contexts(facts)
     yield from wrong_places(facts)

@@ -15,7 +15,8 @@ from longctx.check.off import FirstOff
 from longctx.check.probe import Tokens
 from longctx.check.reference import Reference
 from longctx.check.tolerances import FLOAT32
-from longctx.check.variants import EPSILON, Variant
+from longctx.check.variant import Variant
+from longctx.check.variants import EPSILON
 from tests.check_cases import SHORT
 from tests.huggingface_cases import build_model
 
@@ -30,12 +31,17 @@ def test_a_weight_that_is_not_known_to_be_zero_counts(weight: float, counts: boo
     record: Any = SimpleNamespace(
         tokens=tokens,
         calls=[],
+        rows=[],
         documents=range(len(SHORT.lengths)),
         tolerances=FLOAT32,
         aim=Aim(),
     )
     fit: Any = SimpleNamespace(
-        roughly=False, shown=None, unseen=set[int](), pairs=lambda: {pair: weight / wanted}
+        roughly=False,
+        shown=None,
+        contexts={},
+        unseen=set[int](),
+        pairs=lambda: {pair: weight / wanted},
     )
     reference: Any = None
     assert (pair in Facts(record, reference, fit).kept) == counts
@@ -72,9 +78,11 @@ def test_a_variant_that_gives_nan_explains_nothing(monkeypatch: pytest.MonkeyPat
     given = {off.part: ones * math.nan}
     reference: Any = SimpleNamespace(parts=lambda _: given)
     monkeypatch.setattr(
-        "longctx.check.causes.variants", lambda *_: [Variant(EPSILON, "0", settings=[])]
+        "longctx.check.causes.variants", lambda *_, **__: [Variant(EPSILON, "0", settings=[])]
     )
     assert math.isnan(_largest_difference(off, reference))
-    assert _by_variant(off, Tokens(SHORT), reference) is None
+    assert _by_variant(off, Tokens(SHORT), reference, ranks=1) is None
     given[off.part] = 2 * ones
-    assert _by_variant(off, Tokens(SHORT), reference) is None, "the reference has it already"
+    assert _by_variant(off, Tokens(SHORT), reference, ranks=1) is None, (
+        "the reference has it already"
+    )
