@@ -16,6 +16,8 @@ from .tensors import Tensors
 from .tolerances import FLOAT32
 
 BACKWARD_WRONG = "the backward pass is wrong"
+OF_ANOTHER_HEAD = "or another head, or another loss, sends gradients to the last hidden states"
+"""Of what lies behind all layers alone it is not known who is wrong."""
 DECAY = "a share of the weights is added to gradients"
 ROUTERS = "the loss of routers is added to that of tokens"
 BEFORE = "gradients from before the step are added"
@@ -238,6 +240,8 @@ def wrong_backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
     before = sum(map(len, off.values())) - len(off[last])
     if before:
         details += f"; {before} before it are off, too"
+    if last == BEHIND:
+        details += f"; {OF_ANOTHER_HEAD}"
     yield Finding(BACKWARD_WRONG, details)
 
 

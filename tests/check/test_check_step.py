@@ -22,7 +22,7 @@ from longctx.check import (
     record,
 )
 from longctx.check.attention import MERGED
-from longctx.check.backward import BACKWARD_WRONG, CHANGED, DECAY, SIGNS
+from longctx.check.backward import BACKWARD_WRONG, CHANGED, DECAY, OF_ANOTHER_HEAD, SIGNS
 from longctx.check.contexts import ROW_RESTARTED, contexts
 from longctx.check.documents import MISSING
 from longctx.check.github import annotations
@@ -736,3 +736,31 @@ def test_a_factor_is_told_where_only_the_output_layer_is_trained() -> None:
 
     (finding,) = check_step(partial(make, objective=objective), [SHORT]).verdicts[0].findings
     assert str(finding) == f"{SCALE}: × 2"
+
+
+def test_a_head_of_ones_own_is_said_to_be_possible() -> None:
+    """One beside the output layer, as for the token after the next: its gradient is no part of the
+    reference, so that it is not known whether backward is wrong."""
+
+    def make(probe: Probe) -> Any:
+        model = probe.model("llama")
+        head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+        with record(model) as seen:
+            for row in probe.rows:
+                ids = torch.tensor(row["input_ids"])
+                found = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+                targets = sum(probe.lengths) - len(probe.lengths)
+                next_one = torch.nn.functional.cross_entropy(
+                    found.logits[0, :-1], ids[1:], reduction="sum"
+                )
+                hidden = found.hidden_states[-1][0, :-2]
+                one_after = torch.nn.functional.cross_entropy(
+                    head(hidden), ids[2:], reduction="sum"
+                )
+                ((next_one + 0.3 * one_after) / targets).backward()
+            return seen.step()
+
+    (verdict,) = check_step(make, [SHORT]).verdicts
+    (finding,) = verdict.findings
+    assert finding.kind == BACKWARD_WRONG
+    assert finding.details.endswith(OF_ANOTHER_HEAD)

@@ -1,14 +1,16 @@
 """Search: the planner of mode `auto`. Chooses the number of micro-batches and the degree of every
 document.
 
-It plans in blocks of 32, 16, … 1 neighbouring ranks, as if a block were one rank: with few
-documents per rank these are more even if they share the ranks of a block, and a step of few blocks
-is planned quickly. A document takes the smallest degree at which its ranks finish it within a time
-limit: one limit for all documents, as a share of the time of evenly spread work, or one per
-micro-batch if the longest document exceeds that time on all ranks (`shortest_path.py`). Placements
-of rings are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches
-are filled with documents of degree 1; then fewer and fewer of them are balanced for more and more
-rounds (`local_search.py`), and exact cost decides.
+It plans in blocks of neighbouring ranks, as if a block were one rank: first of a node, then finer
+ones, or coarser ones while these are faster. A document takes the smallest degree at which its
+ranks finish it within a time limit: one limit for all documents, as a share of the time of evenly
+spread work, or with several micro-batches one for each (`shortest_path.py`), whose rings stand side
+by side. Placements of rings are ranked by estimated makespan (`packing.py`).
+
+The best are filled with the other documents: in blocks, on parts of a block (`finer_slots.py`), and
+with the shortest whole and together (`short_together.py`). Fewer and fewer plans are balanced for
+more and more rounds (`local_search.py`), and exact cost decides; of plans that are about as fast,
+the one with the fewest splits.
 """
 
 import bisect
