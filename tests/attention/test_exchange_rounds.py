@@ -24,7 +24,7 @@ from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
 
-H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
+H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0, split_document_s=0.0)
 HIDING = replace(H100, overlap=1.0, attention_efficiency=((64, 1.0),))
 """All computation hides messages, and kernels are as efficient on all documents: as on the virtual
 clock."""

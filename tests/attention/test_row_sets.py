@@ -98,4 +98,4 @@ def test_copies_of_a_published_mix() -> None:
     assert max(plan.degrees) == 16
     assert counts["sent"] == counts["called"] > 10**6
     # Documents in rings of the same two ranks share a message; their rows lie between others.
-    assert counts["sent, copied"] < 0.1 * counts["sent"]
+    assert counts["sent, copied"] < 0.25 * counts["sent"]

@@ -22,7 +22,7 @@ from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.packing import FULL, place_side_by_side
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.planning_input import PlanningInput
-from longctx.planning.planners.search import refine, search_in_blocks
+from longctx.planning.planners.search import refine, search, search_in_blocks
 from longctx.planning.planners.settings import DEFAULT, LARGE, PIPELINED, settings_for
 from longctx.planning.planners.shortest_path import LimitGraph
 from rivals import RIVALS
@@ -324,3 +324,13 @@ def test_the_smallest_degree_within_a_limit_or_the_fastest() -> None:
     table.quickest = table.time.min(axis=1)
     assert table.smallest_degrees_within(5).tolist() == [1, 2]
     assert table.smallest_degrees_within(3).tolist() == [2, 2]
+
+
+def test_documents_that_fill_no_placement_take_more_micro_batches() -> None:
+    """The fewest micro-batches hold all tokens, and the rings of some placements, but then not all
+    other documents."""
+    lengths = [12, 36, 32, 37, 4, 62, 60, 49, 37, 63, 52, 49]
+    found = search(PlanningInput(H100, np.array(lengths), 3, 64))
+    assert len(found.assignment.degree) == len(lengths)
+    plan = make_plan(lengths, ranks=3, tokens_per_rank=64, profile=H100)
+    assert plan.lengths == tuple(lengths)

@@ -203,7 +203,8 @@ def tight_step_bound_ns(
             high = middle
         else:
             low = middle + 1
-    return fixed + max(low, beside)
+    loose = step_bound_ns(profile, lengths, ranks=ranks, tokens_per_rank=tokens_per_rank)
+    return max(loose, fixed + max(low, beside))
 
 
 def beside_longest_bound_ns(

@@ -133,14 +133,16 @@ def search_in_blocks(
     plans = _filled(table, own, below)
     even_ns = fixed_ns(given.profile, micro_batches) + table.work // given.slots
     is_good = bool(own) and _estimate_ns(given, own[0]) <= (1 + settings.good_own_gap) * even_ns
-    if own and (is_good or (uneven and micro_batches >= settings.many)):
+    only_own = is_good or (uneven and micro_batches >= settings.many)
+    if own and only_own and (plans or below < NEVER):
         return _best_filled(table, plans) if plans else None
-    by_number = _placements_by_number(table, micro_batches)
-    while not by_number and not plans:
+    while True:
+        for placements in _placements_by_number(table, micro_batches):
+            fastest_ns = min([below, *(plan.makespan_ns for plan in plans)])
+            plans += _filled(table, placements, fastest_ns)
+        if plans or below < NEVER:
+            break
         micro_batches += 2 + micro_batches // 8
-        by_number = _placements_by_number(table, micro_batches)
-    for placements in by_number:
-        plans += _filled(table, placements, min([below, *(plan.makespan_ns for plan in plans)]))
     return _best_filled(table, plans) if plans else None
 
 
