@@ -2,14 +2,12 @@
 block, a quarter, … one rank, so that they are not split more than evenness needs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from longctx.planning.assignment import Integers
-from longctx.planning.planners.local_search import balance
-from longctx.planning.planners.packing import PlacedRings, emptiest_first, water_filled
-from longctx.planning.planners.planning_input import PlanningInput
+from longctx.planning.planners.packing import PlacedRings, place, with_targets
+from longctx.planning.planners.planning_input import Degrees, PlanningInput
 
 
 def halves(given: PlanningInput) -> list[PlanningInput]:
@@ -46,43 +44,6 @@ def on_finer_slots(
     return finest
 
 
-def place(rings: PlacedRings, documents: Integers, rounds: int) -> PlacedRings | None:
-    """Returns the placement with these documents, longest first, each on the slot with most room
-    below its micro-batch's target, and then balanced; None if their tokens do not fit."""
-    order = documents[np.argsort(-rings.time[documents], kind="stable")]
-    time = rings.time[order]
-    tokens = rings.tokens[order]
-    above_target = rings.load - rings.target[:, None]
-    slots = emptiest_first(above_target, rings.free, time, tokens)
-    if slots is None:
-        return None
-    slots = balance(
-        slots,
-        time,
-        tokens,
-        room=-above_target.ravel(),
-        free=rings.free.ravel(),
-        ranks=rings.ranks,
-        rounds=rounds,
-    )
-    micro_batch = rings.micro_batch.copy()
-    first_rank = rings.first_rank.copy()
-    micro_batch[order], first_rank[order] = np.divmod(slots, rings.ranks)
-    placed = rings.placed.copy()
-    placed[order] = True
-    shape = rings.load.shape
-    added_ns = np.bincount(slots, time, rings.load.size).astype(np.int64).reshape(shape)
-    added_tokens = np.bincount(slots, tokens, rings.load.size).astype(np.int64).reshape(shape)
-    return replace(
-        rings,
-        placed=placed,
-        micro_batch=micro_batch,
-        first_rank=first_rank,
-        load=rings.load + added_ns,
-        free=rings.free - added_tokens,
-    )
-
-
 def _halved(rings: PlacedRings, rest: Integers, half: PlanningInput) -> PlacedRings | None:
     """Returns the placement in slots of half the size, of which each of the `rest`, that are not
     placed, takes one; None if their tokens do not fit."""
@@ -96,19 +57,11 @@ def _halved(rings: PlacedRings, rest: Integers, half: PlanningInput) -> PlacedRi
     free = np.full_like(load, half.tokens_per_rank)  # also of ranks that were in no block
     load[:, : 2 * rings.ranks] = np.repeat(rings.load, 2, axis=1)
     free[:, : 2 * rings.ranks] = np.repeat(rings.free, 2, axis=1)
-    work = int(time[rest].sum())
-    rest_tokens = int(tokens[rest].sum())
-    target = water_filled(load, free, work=work, tokens=rest_tokens)
-    if target is None:
-        return None
-    return PlacedRings(
-        degree=degree,
-        time=time,
-        tokens=tokens,
+    return with_targets(
+        Degrees(degree, time, tokens),
         placed=rings.placed,
         micro_batch=rings.micro_batch,
         first_rank=2 * rings.first_rank,
         load=load,
         free=free,
-        target=target,
     )

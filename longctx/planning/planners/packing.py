@@ -13,7 +13,7 @@ compared and few are filled.
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -115,7 +115,7 @@ def place_rings(
         time[document] = by_first_rank[first]
         load[row, first : first + degree] += time[document]
         free[row, first : first + degree] -= tokens
-    return _with_targets(
+    return with_targets(
         Degrees(degrees.degree, time, degrees.tokens),
         placed=placed,
         micro_batch=micro_batch,
@@ -160,7 +160,7 @@ def place_side_by_side(
     micro_batch, first_rank = np.zeros((2, len(given.lengths)), dtype=np.int64)
     micro_batch[early] = number
     first_rank[early] = first
-    return _with_targets(
+    return with_targets(
         Degrees(degrees.degree, time, degrees.tokens),
         placed=placed,
         micro_batch=micro_batch,
@@ -177,7 +177,7 @@ def _placed_first(degrees: Degrees, slots: int) -> NDArray[np.bool_]:
     return result
 
 
-def _with_targets(
+def with_targets(
     degrees: Degrees,
     *,
     placed: NDArray[np.bool_],
@@ -190,7 +190,7 @@ def _with_targets(
     that are not placed do not fit."""
     work = int(degrees.time[~placed].sum())
     tokens = int(degrees.tokens[~placed].sum())
-    target = water_filled(load, free, work=work, tokens=tokens)
+    target = _water_filled(load, free, work=work, tokens=tokens)
     if target is None:
         return None
     return PlacedRings(
@@ -248,7 +248,7 @@ def sliding_max(values: Integers, width: int) -> Integers:
     return result
 
 
-def water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> Integers | None:
+def _water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> Integers | None:
     """Returns the targets with the smallest sum that take `work` more nanoseconds and `tokens`;
     None if tokens do not fit.
 
@@ -280,15 +280,61 @@ def water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> I
 
 def fill(rings: PlacedRings) -> Assignment | None:
     """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
-    rest = np.flatnonzero(~rings.placed)
-    rest = rest[np.argsort(-rings.time[rest], kind="stable")]
-    above_target = rings.load - rings.target[:, None]
-    chosen = emptiest_first(above_target, rings.free, rings.time[rest], rings.tokens[rest])
+    rest = _longest_first(rings, np.flatnonzero(~rings.placed))
+    chosen = _emptiest_slots(rings, rest)
     if chosen is None:
         return None
     slots = rings.slots
     slots[rest] = chosen
     return rings.with_slots(slots)
+
+
+def place(rings: PlacedRings, documents: Integers, rounds: int) -> PlacedRings | None:
+    """Returns the placement with these documents, each in one slot and then balanced for at most
+    `rounds` rounds; None if their tokens do not fit."""
+    order = _longest_first(rings, documents)
+    chosen = _emptiest_slots(rings, order)
+    if chosen is None:
+        return None
+    time = rings.time[order]
+    tokens = rings.tokens[order]
+    room = rings.target[:, None] - rings.load
+    slots = balance(
+        chosen,
+        time,
+        tokens,
+        room=room.ravel(),
+        free=rings.free.ravel(),
+        ranks=rings.ranks,
+        rounds=rounds,
+    )
+    placed = rings.placed.copy()
+    placed[order] = True
+    micro_batch = rings.micro_batch.copy()
+    first_rank = rings.first_rank.copy()
+    micro_batch[order], first_rank[order] = np.divmod(slots, rings.ranks)
+    added_ns = np.bincount(slots, time, rings.load.size).astype(np.int64)
+    added_tokens = np.bincount(slots, tokens, rings.load.size).astype(np.int64)
+    return replace(
+        rings,
+        placed=placed,
+        micro_batch=micro_batch,
+        first_rank=first_rank,
+        load=rings.load + added_ns.reshape(rings.load.shape),
+        free=rings.free - added_tokens.reshape(rings.load.shape),
+    )
+
+
+def _longest_first(rings: PlacedRings, documents: Integers) -> Integers:
+    """Returns the documents in descending order of their time in a slot."""
+    return documents[np.argsort(-rings.time[documents], kind="stable")]
+
+
+def _emptiest_slots(rings: PlacedRings, documents: Integers) -> Integers | None:
+    """Returns a slot for each document, in order: that with most room below its micro-batch's
+    target; None if their tokens do not fit."""
+    above_target = rings.load - rings.target[:, None]
+    return emptiest_first(above_target, rings.free, rings.time[documents], rings.tokens[documents])
 
 
 def even_out(rings: PlacedRings, plan: Assignment, rounds: int) -> Assignment:

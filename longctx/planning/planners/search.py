@@ -131,9 +131,7 @@ def search_in_blocks(
     if len(table.long) and (uneven or micro_batches >= settings.several):
         own = _with_own_limits(table)
     plans = _filled(table, own, below)
-    even_ns = fixed_ns(given.profile, micro_batches) + table.work // given.slots
-    is_good = bool(own) and _estimate_ns(given, own[0]) <= (1 + settings.good_own_gap) * even_ns
-    only_own = is_good or (uneven and micro_batches >= settings.many)
+    only_own = _is_good(table, own) or (uneven and micro_batches >= settings.many)
     if own and only_own and (plans or below < NEVER):
         return _best_filled(table, plans) if plans else None
     while True:
@@ -144,6 +142,15 @@ def search_in_blocks(
             break
         micro_batches += 2 + micro_batches // 8
     return _best_filled(table, plans) if plans else None
+
+
+def _is_good(table: DegreeTable, placements: Sequence[PlacedRings]) -> bool:
+    """Returns whether the first of these placements is near evenly spread work."""
+    if not placements:
+        return False
+    given = table.given
+    even_ns = fixed_ns(given.profile, given.fewest_micro_batches) + table.work // given.slots
+    return _estimate_ns(given, placements[0]) <= (1 + table.settings.good_own_gap) * even_ns
 
 
 class Shortlist:
@@ -289,22 +296,40 @@ def _variants(
         finer = on_finer_slots(table.halves, rings, share, rounds=table.settings.evened_early)
         if finer is not None:
             yield table.halves[-1], finer
-    for rows in range(1, 1 + len(rings.load) // 6):
+    for rows in range(1, 1 + len(rings.load) // table.settings.together_every):
         finer = short_together(
-            table.halves, rings, rows, share=1 / 32, rounds=table.settings.evened_early
+            table.halves,
+            rings,
+            rows,
+            share=table.settings.finer_shares[0],
+            rounds=table.settings.evened_early,
         )
         if finer is not None:
             yield table.halves[-1], finer
 
 
 def _best_filled(table: DegreeTable, plans: list[Filled]) -> Candidate:
-    """Balances the best of these plans, compares the best of all with the rounds of their exchange,
-    and returns the one with the fewest splits of those that are about as fast as the fastest."""
+    """Balances the best of these plans, compares those that are about as fast with the rounds of
+    their exchange, and returns the one with the fewest splits."""
+    settings = table.settings
+    best, *others = _balanced(plans, settings)
+    limit = (1 + 2 * settings.same_gap) * best.makespan_ns
+    finalists = [best, *(each for each in others if each.makespan_ns <= limit)]
+    exact = replace(table.given.in_blocks(1), round_price=0.0)
+    candidates = [
+        exact.candidate("search", filled.given.on_ranks(filled.plan))
+        for filled in finalists[: settings.compared]
+    ]
+    return with_fewest_splits(candidates, settings.same_gap)
+
+
+def _balanced(plans: list[Filled], settings: SearchSettings) -> list[Filled]:
+    """Returns the plans, the fastest first, after ever more rounds of balancing of ever fewer of
+    them."""
 
     def makespan_ns(filled: Filled) -> int:
         return filled.makespan_ns
 
-    settings = table.settings
     best = sorted(plans, key=makespan_ns)
     left: list[Filled] = []
     for kept, rounds in settings.evened:
@@ -320,15 +345,7 @@ def _best_filled(table: DegreeTable, plans: list[Filled]) -> Candidate:
         best = sorted(best, key=makespan_ns)
         left += best[kept:]
         best = best[:kept]
-    others = sorted(left, key=makespan_ns)
-    limit = (1 + 2 * settings.same_gap) * best[0].makespan_ns
-    finalists = [best[0], *(each for each in others if each.makespan_ns <= limit)]
-    exact = replace(table.given.in_blocks(1), round_price=0.0)
-    candidates = [
-        exact.candidate("search", filled.given.on_ranks(filled.plan))
-        for filled in finalists[: settings.compared]
-    ]
-    return with_fewest_splits(candidates, settings.same_gap)
+    return best + sorted(left, key=makespan_ns)
 
 
 def _estimate_ns(given: PlanningInput, rings: PlacedRings) -> int:

@@ -44,6 +44,7 @@ class SearchSettings:
         finer_shares: shares of the mean time and of the token budget up to which documents take
             half a block, a quarter, … one rank. A higher share splits fewer documents, which are
             then less even.
+        together_every: number of micro-batches for each that short documents have to themselves.
         evened_early: maximum number of rounds in which documents on parts of a block are balanced
             before shorter ones are placed.
         evened: number of best plans that are balanced and number of rounds, in turn.
@@ -77,6 +78,7 @@ class SearchSettings:
 
     filled: int = 3
     finer_shares: Sequence[float] = (1 / 32, 1 / 8)
+    together_every: int = 6
     evened_early: int = 16
     evened: Sequence[tuple[int, int]] = ((2, 8), (1, 24), (1, 48))
     compared: int = 4

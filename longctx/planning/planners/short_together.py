@@ -2,14 +2,13 @@
 micro-batches of their own, in place of a few in each."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from longctx.planning.assignment import Integers
-from longctx.planning.planners.finer_slots import on_finer_slots, place
-from longctx.planning.planners.packing import PlacedRings, water_filled
-from longctx.planning.planners.planning_input import PlanningInput
+from longctx.planning.planners.finer_slots import on_finer_slots
+from longctx.planning.planners.packing import PlacedRings, place, with_targets
+from longctx.planning.planners.planning_input import Degrees, PlanningInput
 
 FULL_SHARE = 0.98
 """Share of the free tokens of their micro-batches that short documents take."""
@@ -65,12 +64,14 @@ def _without(rings: PlacedRings, short: Integers, own: Integers) -> PlacedRings 
     placed[short] = True
     free = rings.free.copy()
     free[own] = 0
-    work = int(rings.time[~placed].sum())
-    tokens = int(rings.tokens[~placed].sum())
-    target = water_filled(rings.load, free, work=work, tokens=tokens)
-    if target is None:
-        return None
-    return replace(rings, placed=placed, free=free, target=target)
+    return with_targets(
+        Degrees(rings.degree, rings.time, rings.tokens),
+        placed=placed,
+        micro_batch=rings.micro_batch,
+        first_rank=rings.first_rank,
+        load=rings.load,
+        free=free,
+    )
 
 
 def _with(
@@ -90,11 +91,11 @@ def _with(
     block = ranks.slots // rings.ranks
     free[own] = ranks.tokens_per_rank
     free[own, : block * rings.ranks] = np.repeat(rings.free[own], block, axis=1)
-    work = int(time[short].sum())
-    its_tokens = int(tokens[short].sum())
-    target = water_filled(placed.load, free, work=work, tokens=its_tokens)
-    if target is None:
-        return None
-    return replace(
-        placed, degree=degree, time=time, tokens=tokens, placed=is_placed, free=free, target=target
+    return with_targets(
+        Degrees(degree, time, tokens),
+        placed=is_placed,
+        micro_batch=placed.micro_batch,
+        first_rank=placed.first_rank,
+        load=placed.load,
+        free=free,
     )

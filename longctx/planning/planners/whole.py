@@ -9,8 +9,8 @@ import numpy as np
 
 from longctx.planning.assignment import Integers, largest_shards
 from longctx.planning.cost.model import linear_ns, nanoseconds
-from longctx.planning.planners.packing import PlacedRings, even_out, fill, water_filled
-from longctx.planning.planners.planning_input import Candidate, PlanningInput
+from longctx.planning.planners.packing import even_out, fill, with_targets
+from longctx.planning.planners.planning_input import Candidate, Degrees, PlanningInput
 from longctx.planning.planners.settings import SearchSettings
 
 
@@ -53,26 +53,16 @@ def _with_whole(
     # Rings may be reversed otherwise, so that each of their ranks counts as the fullest.
     held = largest_shards(given.lengths[kept], a.degree[kept])
     free = given.tokens_per_rank - a[kept].runs(shape).spread(held)
-    time = given.single_ns
-    tokens = given.single_tokens
-    target = water_filled(
-        load, free, work=int(time[movable].sum()), tokens=int(tokens[movable].sum())
-    )
-    if target is None:
-        return None
-    rings = PlacedRings(
-        degree=degree,
-        time=time,
-        tokens=tokens,
+    rings = with_targets(
+        Degrees(degree, given.single_ns, given.single_tokens),
         placed=~moved,
         micro_batch=a.micro_batch,
         first_rank=a.first_rank,
         load=load,
         free=free,
-        target=target,
     )
-    plan = fill(rings)
-    if plan is None:
+    plan = None if rings is None else fill(rings)
+    if rings is None or plan is None:
         return None
     return given.candidate(best.winner, even_out(rings, plan, rounds))
 
