@@ -2,7 +2,7 @@
 that stay whole, processor time and memory.
 
     python bench/plan_large.py --label after      # four minutes, one thread
-    python bench/plan_large.py --label after --only "4,096 documents"
+    python bench/plan_large.py --label after --only "long tail"
 
 Long tails are log-normal, with a median of 2,000 tokens, up to 1M or 2M. Every plan is checked by
 `make_plan`. Memory is the most that Python and NumPy held at once, in a run of its own. Appends to

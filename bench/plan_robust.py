@@ -1,7 +1,7 @@
 """Robustness of plans to wrong constants: what is lost if attention, matrices or messages take 30 %
 more or less time than the profile says, alone and together.
 
-    python bench/plan_robust.py      # three minutes, one thread
+    python bench/plan_robust.py      # ten minutes, one thread
 
 A plan made with a wrong profile is judged by the true one, and compared with the plan made with the
 true one. Writes OUT.csv, one row per wrong profile and kind of steps, with the mean loss of its

@@ -18,6 +18,7 @@ from longctx.calibration import (
     BY_MODEL,
     PEERS,
     _matrices,
+    _split_document_s,
     fit_attention,
     fit_line,
     no_attention,
@@ -28,6 +29,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
 from longctx.planning.cost.work import kv_bytes_per_token
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.layout import Layout
 from longctx.training.run_profile import read_described
 from tests import calibration_cases, launched
 from tests.calibration_cases import TINY
@@ -107,6 +109,28 @@ def test_the_slowest_rank_counts(workers: Workers) -> None:
     assert slow[0] == slow[1] and again[0] == again[1]
     assert min(slow + again) >= 0.02
     assert large == (math.inf, math.inf)
+
+
+def test_a_split_costs_what_split_documents_take_more_than_whole_ones() -> None:
+    """Without what the same number of whole documents takes, and fixed costs, in all layers."""
+
+    class Run:
+        config = SimpleNamespace(batch=SimpleNamespace(tokens_per_rank=400))
+        mesh = SimpleNamespace(ranks=2, rank=0)
+        spec = SimpleNamespace(layers=[None] * 3)
+
+        def attention(self, layout: Layout) -> int:
+            assert layout.tokens == 16 * len(layout.shards)
+            degrees = {shard.degree for shard in layout.shards}
+            assert len(degrees) == 1
+            return len(layout.shards) if degrees == {2} else -len(layout.shards)
+
+        def seconds(self, *works: int) -> list[float]:
+            """A call takes 5 s, a split document 2 s, a whole one 0.5 s."""
+            return [5 + (2 * work if work > 0 else -0.5 * work) for work in works]
+
+    run: Any = Run()
+    assert _split_document_s(run) == pytest.approx(3 * 1.5)
 
 
 def test_nodes_are_found(workers: Workers) -> None:

@@ -322,6 +322,16 @@ def test_scaling_is_reported() -> None:
     )
 
 
+def test_the_price_of_splits_is_scaled_as_latency_is_and_said() -> None:
+    known = HardwareProfile.load("h100-nvlink-ib")
+    more = ["context.profile=h100-nvlink-ib", "model.overrides.num_hidden_layers=1"]
+    scaled = run_profile(load(None, [*TINY, *more]), 1, 4096)
+    ratio = scaled.profile.latency_s / known.latency_s
+    assert 0 < ratio < 1
+    assert scaled.profile.split_document_s == pytest.approx(ratio * known.split_document_s)
+    assert any("latency and splits and launch × " in line for line in scaled.lines)
+
+
 @pytest.mark.parametrize(
     ("settings", "gpu", "doubt"),
     [

@@ -96,7 +96,8 @@ def arithmetic_said(
     """Describes the constants that `scale` changed, with factor and reason; empty if none
     changed."""
     layers, exchanges = target.layers / known.layers, target.exchanges / known.exchanges
-    latency = "latency and " if layers == exchanges else ""
+    splits = " and splits" if profile.split_document_s else ""
+    latency = f"latency{splits} and " if layers == exchanges else ""
     changes = (
         (
             "linear",
@@ -118,7 +119,7 @@ def arithmetic_said(
         ),
         (f"{latency}launch", layers, f"{known.layers} → {target.layers} layers"),
         (
-            "latency",
+            f"latency{splits}",
             1 if latency else exchanges,
             f"{known.exchanges:.4g} → {target.exchanges:.4g} exchanges",
         ),
