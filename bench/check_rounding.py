@@ -17,8 +17,8 @@ from transformers.utils import logging
 from longctx.check import PROBES, Probe, Step, record
 from longctx.check.contexts import contexts
 from longctx.check.facts import Facts
+from longctx.check.gathered import gather
 from longctx.check.probe import Tokens
-from longctx.check.record import gather
 from longctx.check.reference import Reference
 from longctx.check.shown import fit_shown
 

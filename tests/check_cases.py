@@ -569,7 +569,9 @@ def faults(names: list[str], inferred: bool = False) -> dict[str, list[str]]:
     the output layer shows, as with losses that are fused with it."""
     with pytest.MonkeyPatch.context() as patch:
         if inferred:
-            patch.setattr(sys.modules["longctx.check.record"], "look", lambda *given, **named: None)
+            patch.setattr(
+                sys.modules["longctx.check.gathered"], "look", lambda *given, **named: None
+            )
         return _faults(names)
 
 

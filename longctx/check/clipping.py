@@ -7,7 +7,7 @@ from statistics import median
 import torch
 
 from .finding import Finding, suffixes
-from .record import Record
+from .gathered import Record
 from .tensors import Tensors
 from .watched import Update
 

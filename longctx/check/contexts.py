@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
-from .record import Record
+from .gathered import Record
 
 Sight = Literal["causal", "no padding", "both", "next", "no window"]
 """Of what is in a sequence a token sees: it and all earlier ones, these without padding, all, also

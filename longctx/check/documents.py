@@ -7,7 +7,7 @@ from itertools import pairwise
 from .contexts import APART, ORDER, TWICE
 from .facts import Facts
 from .finding import Finding
-from .record import Record
+from .gathered import Record
 
 MISSING = "documents are missing in the step"
 SAME_DATA = "all ranks have the same documents"

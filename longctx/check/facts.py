@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import copysign, inf
 
 from .contexts import ORDER, TWICE, Sequence
 from .fit import Fit, Pair
+from .gathered import Record, Row
 from .probe import END, Tokens
-from .record import Record, Row
 from .reference import Prediction, Reference
 from .tolerances import FLOAT32
 
@@ -22,10 +24,47 @@ TIMES_OF_ALIKE = 4.0
 a pair of ends of texts that both predict an end had 0.05 in bfloat16."""
 
 
+@dataclass(frozen=True)
+class Measure:
+    """What the weights of a step are compared with.
+
+    Attributes:
+        right: weights of wanted predictions in a right step.
+        least_share: of the largest of these; a smaller one is not the measure of its own rounding.
+    """
+
+    right: dict[Pair, float]
+    least_share: float
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest right weight."""
+        return max(map(abs, self.right.values()), default=0.0)
+
+    @cached_property
+    def usual(self) -> float:
+        """The mean of right weights; infinity if there is none."""
+        total = sum(map(abs, self.right.values()))
+        return total / max(len(self.right), 1) or inf
+
+    def relative(self, pair: Pair, weight: float) -> float:
+        """Returns the weight of a prediction relative to the right one; of one that should not
+        count, to the usual one. Of a right one that is far below others, the difference is compared
+        with these, as what is left by rounding is."""
+        if pair not in self.right:
+            return weight / self.usual
+        right = self.right[pair]
+        least = self.least_share * self.largest
+        if abs(right) >= least:
+            return weight / right
+        return 1 + (weight - right) / copysign(least, right)
+
+
 class Facts:
     """What a record and its fit say of tokens and predictions.
 
     Attributes:
+        same: relative difference of weights that are the same.
         count: how often each token is in the step.
         documents, missing: those with a token in a call, and others that have something to predict.
         at: rank, call, and row of all calls where each token is first.
@@ -39,20 +78,15 @@ class Facts:
 
     def __init__(self, record: Record, reference: Reference, fit: Fit) -> None:
         self.record = record
-        tokens = record.tokens
-        self.tokens = tokens
+        self.tokens = record.tokens
         self.reference = reference
         self.fit = fit
         self.limits = record.tolerances
-        if fit.shown is not None:
-            self.same = self.limits.weights_shown
-        elif fit.roughly:
-            self.same = self.limits.residual_of_unknown
-        else:
-            self.same = self.limits.weights
+        self.aim = record.aim
+        self.same = self._same()
         self.count, self.at = _tokens_in(record)
         self.documents = record.documents
-        everything = range(len(tokens.probe.lengths))
+        everything = range(len(self.tokens.probe.lengths))
         self.missing = [
             document
             for document in everything
@@ -60,53 +94,54 @@ class Facts:
         ]
         self.wanted = self._wanted_of(self.documents)
         every_wanted = self._wanted_of(everything)
-        self.aim = record.aim
-        self.right = self.aim.weights(self.wanted, tokens, reference)
-        self.same += self.aim.rounding(record, reference)
-        is_coarse = self.limits.weights > FLOAT32.weights
-        self._is_rough = fit.shown is None and is_coarse
-        self._least_share = LEAST_SHARE_OF_ROUGH if self._is_rough else LEAST_SHARE
-        sizes = [abs(weight) for weight in self.right.values()]
-        self._largest = max(sizes, default=0.0)
-        self._usual = sum(sizes) / max(len(sizes), 1) or inf
-        self.relative = {pair: self._relative(pair, weight) for pair, weight in fit.pairs().items()}
-        # Nobody knows which tokens predict the ends of documents.
-        if fit.shown is None and not any(target == END for _, target in self.relative):
-            self.wanted = [pair for pair in self.wanted if pair[1] != END]
-            every_wanted = [pair for pair in every_wanted if pair[1] != END]
-            self.right = self.aim.weights(self.wanted, tokens, reference)
-        self.all_wanted = len(every_wanted)
-        least = self._least_weight()
-        counted = {
-            pair: weight for pair, weight in self.relative.items() if not abs(weight) <= least
+        self.right = self.aim.weights(self.wanted, self.tokens, reference)
+        least_share = LEAST_SHARE_OF_ROUGH if self._is_rough else LEAST_SHARE
+        measure = Measure(self.right, least_share)
+        self.relative = {
+            pair: measure.relative(pair, weight) for pair, weight in fit.pairs().items()
         }
+        if self._ends_are_unknown():
+            self.wanted = _without_ends(self.wanted)
+            every_wanted = _without_ends(every_wanted)
+            self.right = self.aim.weights(self.wanted, self.tokens, reference)
+        self.all_wanted = len(every_wanted)
+        counted = self._counted(self._least_weight(measure))
         self.kept = {pair: counted[pair] for pair in self.wanted if pair in counted}
         self.lost = [pair for pair in self.wanted if pair not in counted]
         self.extra = {pair: weight for pair, weight in counted.items() if pair not in self.kept}
         self.unknown = fit.unseen
         self.known = self._judged() - self.unknown
-        self._of_rules()
 
-    def _relative(self, pair: Pair, weight: float) -> float:
-        """Returns the weight of a prediction relative to the right one; of one that should not
-        count, to the usual one. Of a right one that is far below others, the difference is compared
-        with these, as what is left by rounding is."""
-        if pair not in self.right:
-            return weight / self._usual
-        right = self.right[pair]
-        least = self._least_share * self._largest
-        if abs(right) >= least:
-            return weight / right
-        return 1 + (weight - right) / copysign(least, right)
+    def _same(self) -> float:
+        """Returns the relative difference of weights that are the same."""
+        rounding = self.aim.rounding(self.record, self.reference)
+        if self.fit.shown is not None:
+            return self.limits.weights_shown + rounding
+        if self.fit.roughly:
+            return self.limits.residual_of_unknown + rounding
+        return self.limits.weights + rounding
 
-    def _least_weight(self) -> float:
-        """Returns what a weight has to exceed to count."""
+    @property
+    def _is_rough(self) -> bool:
+        """Whether weights are inferred by least squares in a coarse dtype."""
+        return self.fit.shown is None and self.limits.weights > FLOAT32.weights
+
+    def _ends_are_unknown(self) -> bool:
+        """Returns whether nobody knows which tokens predict the ends of documents."""
+        return self.fit.shown is None and all(target != END for _, target in self.relative)
+
+    def _least_weight(self, measure: Measure) -> float:
+        """Returns what a relative weight has to exceed to count."""
         if self.fit.shown is None:
-            least = self.limits.weights * max(self._largest / self._usual, 1.0)
+            least = self.limits.weights * max(measure.largest / measure.usual, 1.0)
             if self._is_rough:
                 least *= TIMES_OF_ALIKE
             return least
         return self.limits.least_weight * max(map(abs, self.relative.values()), default=0.0)
+
+    def _counted(self, least: float) -> dict[Pair, float]:
+        """Returns the relative weights that are not known to be this small; NaN is not."""
+        return {pair: weight for pair, weight in self.relative.items() if not abs(weight) <= least}
 
     def _judged(self) -> set[int]:
         """Returns the tokens whose hidden states can be told from others."""
@@ -137,45 +172,119 @@ class Facts:
                     right[prediction] = self.right[number, target]
         return right
 
-    def _of_rules(self) -> None:
-        """Sets what only rules ask for."""
-        tokens = self.tokens
-        self.unshifted = any(
-            n >= 0 and target == tokens.ids[n] and target != tokens.probe.pad
-            for n, target in self.extra
+    # What only rules ask for:
+
+    @cached_property
+    def unshifted(self) -> bool:
+        """Whether a token predicts itself that is no padding."""
+        ids = self.tokens.ids
+        pad = self.tokens.probe.pad
+        return any(
+            number >= 0 and target == ids[number] and target != pad for number, target in self.extra
         )
-        calls = self.record.calls
-        self.firsts = {ids[0] for ids in tokens.probe.documents}
-        self.next_documents = _next_documents(self.record)
-        self.around = _around(tokens, self.record.rows)
-        self.around_parts = _around(tokens, calls)
-        self.starts = set[int]()
-        self.adjacent = set[Pair]()
-        for row in calls:
-            self.adjacent.update(zip(row.numbers, row.ids[1:], strict=False))
-            for piece in tokens.pieces(row.numbers):
-                if tokens.place[piece[0]]:
-                    self.starts.add(piece[0])
-        self.in_another_order = _in_another_order(tokens, self.fit)
-        self.of_row = dict[int, int]()
-        for row in calls:
+
+    @cached_property
+    def firsts(self) -> set[int]:
+        """Ids of the first tokens of documents."""
+        return {ids[0] for ids in self.tokens.probe.documents}
+
+    @cached_property
+    def next_documents(self) -> set[Pair]:
+        """The last token of each document with the first id of the next one, in rows or from one
+        row to the next."""
+        return _next_documents(self.record)
+
+    @cached_property
+    def around(self) -> set[Pair]:
+        """The last token of each row with the row's first id."""
+        return _around(self.tokens, self.record.rows)
+
+    @cached_property
+    def around_parts(self) -> set[Pair]:
+        """The same of the parts of rows that calls have."""
+        return _around(self.tokens, self.record.calls)
+
+    @cached_property
+    def starts(self) -> set[int]:
+        """The first tokens in a call of the later parts of documents."""
+        found = set[int]()
+        for row in self.record.calls:
+            for first, *_ in self.tokens.pieces(row.numbers):
+                if self.tokens.place[first]:
+                    found.add(first)
+        return found
+
+    @cached_property
+    def adjacent(self) -> set[Pair]:
+        """Tokens of calls with the id that is next to them there."""
+        found = set[Pair]()
+        for row in self.record.calls:
+            found.update(zip(row.numbers, row.ids[1:], strict=False))
+        return found
+
+    @cached_property
+    def in_another_order(self) -> set[Pair]:
+        """Tokens with the id that follows them, as documents are in another order."""
+        return _in_another_order(self.tokens, self.fit)
+
+    @cached_property
+    def of_row(self) -> dict[int, int]:
+        """The first token of the row of calls that each token is in."""
+        found = dict[int, int]()
+        for row in self.record.calls:
             real = [number for number in row.numbers if number >= 0]
             for number in real:
-                self.of_row[number] = real[0]
-        trained = [number for number, _ in self.kept | self.extra if number >= 0]
-        with_loss = {tokens.document[number] for number in trained}
-        self.untrained = {tokens.document[number] for number, _ in self.wanted} - with_loss
-        trained_ranks = {self.rank(number) for number in trained}
-        wanted_ranks = {self.rank(number) for number, _ in self.wanted}
-        self.untrained_ranks = wanted_ranks - trained_ranks if len(wanted_ranks) > 1 else set()
-        trained_calls = {self.at[number][:2] for number in trained if number in self.at}
-        wanted_calls = {self.at[number][:2] for number, _ in self.wanted if number in self.at}
-        self.untrained_calls = wanted_calls - trained_calls if len(wanted_calls) > 1 else set()
-        self.reach = min((tokens.place[number] for number in self.unknown), default=0)
-        self.edge = len(tokens.ids)
+                found[number] = real[0]
+        return found
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        """Tokens with a prediction that counts."""
+        return [number for number, _ in self.kept | self.extra if number >= 0]
+
+    @cached_property
+    def _wanted_tokens(self) -> list[int]:
+        """Tokens with a prediction that should count."""
+        return [number for number, _ in self.wanted]
+
+    @cached_property
+    def untrained(self) -> set[int]:
+        """Documents of which no prediction counts, though some should."""
+        document = self.tokens.document
+        trained = {document[number] for number in self._trained}
+        return {document[number] for number in self._wanted_tokens} - trained
+
+    @cached_property
+    def untrained_ranks(self) -> set[int]:
+        """Ranks, if there are several, of which no prediction counts, though some should."""
+        wanted = {self.rank(number) for number in self._wanted_tokens}
+        if len(wanted) == 1:
+            return set()
+        return wanted - {self.rank(number) for number in self._trained}
+
+    @cached_property
+    def untrained_calls(self) -> set[tuple[int, ...]]:
+        """Rank and call, if there are several, of which no prediction counts, though some
+        should."""
+        wanted = {self.call(number) for number in self._wanted_tokens if number in self.at}
+        if len(wanted) == 1:
+            return set()
+        return wanted - {self.call(number) for number in self._trained}
+
+    @cached_property
+    def reach(self) -> int:
+        """The first place in documents at which hidden states are of no context."""
+        return min((self.tokens.place[number] for number in self.unknown), default=0)
+
+    @cached_property
+    def edge(self) -> int:
+        """The last token up to the first unknown one that begins a rank's part; beyond all tokens
+        without one."""
+        found = len(self.tokens.ids)
         for number in range(1, min(self.unknown, default=0) + 1):
             if self.rank(number) != self.rank(number - 1):
-                self.edge = number
+                found = number
+        return found
 
     def id_after(self, number: int, by: int) -> int | None:
         """Returns the id so many tokens after another one of its document; None beyond its end, and
@@ -245,6 +354,11 @@ def _tokens_in(record: Record) -> tuple[Counter[int], dict[int, tuple[int, int, 
                 count[number] += 1
                 at.setdefault(number, (row.rank, row.call, place))
     return count, at
+
+
+def _without_ends(pairs: list[Pair]) -> list[Pair]:
+    """Returns the predictions that are of no end of a document."""
+    return [pair for pair in pairs if pair[1] != END]
 
 
 def _in_another_order(tokens: Tokens, fit: Fit) -> set[Pair]:

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from .contexts import APART, Context, Sequence
+from .gathered import Record
 from .off import Cause
 from .probe import END
-from .record import Record
 from .reference import Columns, Prediction, Reference
 
 Pair = tuple[int, int]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .contexts import Sequence
-from .record import Record
+from .gathered import Record
 from .reference import Reference
 from .tolerances import FLOAT32, NAMES
 

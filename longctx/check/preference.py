@@ -19,10 +19,11 @@ from .aim import Aim, Weights
 from .contexts import APART
 from .facts import Facts
 from .finding import Finding
+from .gathered import Record
 from .likely import logits_of, of_targets
 from .objectives import nearest
 from .probe import Probe, Tokens
-from .record import Record, reference_of
+from .record import reference_of
 from .reference import Reference
 from .rounding import TIMES
 from .scale import SCALE

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from .contexts import Sequence
 from .errors import CheckError
+from .gathered import Record
 from .looked import Parts, keep_parts, of_tokens
 from .objectives import CHANGES, final_logits
-from .record import Record
 from .split_softmax import Errors, right_errors
 from .tensors import Tensors
 

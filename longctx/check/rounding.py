@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from .contexts import Context, Sequence
 from .errors import CheckError
+from .gathered import Record
 from .objectives import final_logits, objectives
 from .probe import experts_of
-from .record import Record
 from .reference import Prediction, Reference
 from .tolerances import FLOAT32, NAMES, Tolerances
 

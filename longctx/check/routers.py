@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .contexts import Sequence
-from .record import Record
+from .gathered import Record
 from .reference import Reference
 from .tensors import Tensors
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from .causes import cause_of
 from .contexts import APART, Context, Sequence
 from .fit import Fit, Pair, Shown
+from .gathered import Record
 from .looked import Looked
 from .objectives import focus
 from .off import FirstOff, Spot
-from .record import Record
 from .reference import LAST, Columns, Prediction, Reference
 
 NEARER = 0.5

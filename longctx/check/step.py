@@ -18,11 +18,12 @@ from .errors import CheckError
 from .facts import Facts
 from .finding import UNEXPLAINED, Finding
 from .fit import Fit, Fitter
+from .gathered import Record, gather, of_first_rank
 from .not_tested import lines as lines_of_untested
 from .not_tested import not_tested
 from .picture import picture
 from .probe import PROBES, Probe, Tokens
-from .record import Record, Step, gather, of_first_rank
+from .record import Step
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown

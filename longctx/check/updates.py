@@ -11,8 +11,8 @@ import torch
 from .clipping import KINDS as OF_CLIPPING
 from .clipping import Clipped, is_same
 from .finding import Finding, suffixes
+from .gathered import Record
 from .largest import largest
-from .record import Record
 from .tensors import Tensors
 from .watched import Update
 

@@ -27,11 +27,11 @@ from .errors import UsageError
 from .facts import Facts
 from .finding import UNEXPLAINED, Finding, suffixes
 from .fit import Shown
+from .gathered import Record
 from .logged import LOGGED_LOSS, LOGGED_NORM, wrong_log
 from .places import HIDDEN, PLACES, wrong_places
 from .policy import KINDS as OF_POLICIES
 from .preference import KINDS as OF_PAIRS
-from .record import Record
 from .reference import Gradients
 from .scale import SCALE
 from .targets import EXTRA, LOST, NOT_SHIFTED, SHIFTED_TWICE, extra_targets, lost_targets

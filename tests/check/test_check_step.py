@@ -25,10 +25,10 @@ from longctx.check.attention import MERGED
 from longctx.check.backward import BACKWARD_WRONG, CHANGED, DECAY, OF_ANOTHER_HEAD, SIGNS
 from longctx.check.contexts import ROW_RESTARTED, contexts
 from longctx.check.documents import MISSING
+from longctx.check.gathered import Row, _with_ends, gather
 from longctx.check.github import annotations
 from longctx.check.logged import LOGGED_LOSS, LOGGED_NORM
 from longctx.check.probe import Tokens
-from longctx.check.record import Row, _with_ends, gather
 from longctx.check.reference import Reference
 from longctx.check.scale import SCALE
 from longctx.check.shown import fit_shown
