@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from longctx.comparison.baselines import plan_placed
@@ -17,13 +17,13 @@ from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.bins import derived_degrees
 from longctx.planning.planners.degree_table import DegreeTable, _degrees
-from longctx.planning.planners.few_documents import _choices, _Costs, _placed
+from longctx.planning.planners.few_documents import _choices, _Costs, _placed, with_other_degrees
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.packing import FULL, place_side_by_side
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.planning_input import PlanningInput
 from longctx.planning.planners.search import refine, search, search_in_blocks
-from longctx.planning.planners.settings import DEFAULT, LARGE, PIPELINED, settings_for
+from longctx.planning.planners.settings import DEFAULT, HUGE, LARGE, PIPELINED, settings_for
 from longctx.planning.planners.shortest_path import LimitGraph
 from rivals import RIVALS
 from tests.marks import examples
@@ -225,6 +225,8 @@ def test_large_steps_have_settings_of_their_own() -> None:
     assert settings_for(4096, 255, pipelined=False) == DEFAULT
     assert settings_for(4096, 255, pipelined=True) == PIPELINED
     assert settings_for(4096, 256, pipelined=True) == LARGE
+    assert settings_for(8192, 1023, pipelined=False) == LARGE
+    assert settings_for(8192, 1024, pipelined=False) == HUGE
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -248,6 +250,21 @@ def test_documents_side_by_side_are_in_their_micro_batches(
         assert rings.load[row, : len(inside)].tolist() == rings.time[inside].tolist()
         assert rings.load[row].sum() == rings.time[inside].sum()
         assert (given.tokens_per_rank - rings.free[row]).sum() == rings.tokens[inside].sum()
+
+
+def test_rings_side_by_side_wait_for_the_nodes_that_they_cross() -> None:
+    """Of three rings of 6 ranks the second lies on two nodes of 8."""
+    slow = replace(H100, inter_node_bytes_per_s=1e9)
+    given = PlanningInput(slow, np.array([90_000, 90_000, 90_000]), 24, 16384)
+    documents = np.arange(3)
+    degrees = given.with_degrees(np.full(3, 6))
+    rings = place_side_by_side(
+        given, degrees, 1, documents=documents, numbers=np.zeros(3, dtype=np.int64)
+    )
+    assert rings is not None
+    alone = given.alone_ns(documents, np.full(3, 6), first_slot=np.array([0, 6, 12]))
+    assert alone[1] > alone[0]
+    assert rings.time.tolist() == alone.tolist()
 
 
 TEN = (100, 300, 700, 1500, 2500, 4000, 6000, 9000, 14000, 20000)
@@ -297,6 +314,46 @@ def test_degrees_of_few_documents_are_those_of_all_combinations(ranks: int) -> N
             for rank in range(first, first + degree):
                 load[rank] += int(costs.time[document, degree - 1])
         assert time == max(load) if fits else time >= FULL
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(st.integers(1, 30_000), min_size=1, max_size=9),
+    st.integers(2, 9),
+    st.sampled_from([2048, 5000, 16384]),
+)
+def test_other_degrees_of_few_documents_split_fewer_and_fit(
+    lengths: list[int], ranks: int, tokens_per_rank: int
+) -> None:
+    step = PlanningInput(H100, np.array(lengths), ranks, tokens_per_rank)
+    assume(least_degrees(step.lengths, ranks, tokens_per_rank).all())
+    best = search(step)
+    found = with_other_degrees(step, best, DEFAULT)
+    if found is best:
+        return
+    assert found.split_documents < best.split_documents
+    assert found.makespan_ns <= (1 + DEFAULT.few_gap) * best.makespan_ns
+    shape = found.timed.time.shape
+    assert tokens_on_ranks(step.lengths, found.assignment, shape).max() <= tokens_per_rank
+
+
+FULL_WITH_OTHERS = (
+    (2048, 2, [2685, 1108, 2778, 3517]),
+    (2048, 2, [2693, 983]),
+    (2048, 6, [3842, 2915, 2123, 1501, 1703, 2518, 1632, 2019, 2953]),
+    (5000, 2, [2889, 8809, 7822, 5528, 280]),
+    (16384, 2, [23301, 15214, 29109, 13707, 31196, 21994, 9492, 25159]),
+)
+"""Token budgets, ranks and lengths that fit no placement with other degrees."""
+
+
+@pytest.mark.parametrize(("tokens_per_rank", "ranks", "lengths"), FULL_WITH_OTHERS)
+def test_few_documents_that_fit_no_other_degrees_keep_theirs(
+    tokens_per_rank: int, ranks: int, lengths: list[int]
+) -> None:
+    step = PlanningInput(H100, np.array(lengths), ranks, tokens_per_rank)
+    best = search(step)
+    assert with_other_degrees(step, best, DEFAULT) is best
 
 
 def test_a_document_that_fits_no_whole_blocks_is_planned_in_smaller_ones() -> None:

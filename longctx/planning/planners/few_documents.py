@@ -46,7 +46,9 @@ def with_other_degrees(
     candidate = given.candidate(best.winner, plan)
     is_quick = candidate.makespan_ns <= (1 + settings.few_gap) * best.makespan_ns
     splits_fewer = candidate.split_documents < best.split_documents
-    return candidate if is_quick and splits_fewer else best
+    if is_quick and splits_fewer:
+        return candidate
+    return best
 
 
 def _documents_together(ranks: int) -> int:

@@ -33,14 +33,17 @@ def on_finer_slots(
     even_ns = int((rings.degree * rings.time).sum()) // rings.load.size
     most_ns = share * even_ns
     most_tokens = share * finer[0].tokens_per_rank
-    finest: PlacedRings | None = rings
+    finest = rings
     for half in finer:
-        if finest is None:
-            return None
         rest = np.flatnonzero(~finest.placed)
         long = (half.single_ns[rest] > most_ns) | (half.single_tokens[rest] > most_tokens)
         placed = place(finest, rest[long], rounds)
-        finest = None if placed is None else _halved(placed, rest[~long], half)
+        if placed is None:
+            return None
+        halved = _halved(placed, rest[~long], half)
+        if halved is None:
+            return None
+        finest = halved
     return finest
 
 

@@ -96,15 +96,18 @@ LARGE_EFFORT = 1 << 20
 """Documents · ranks from which a step is large."""
 LARGE = replace(
     DEFAULT,
-    finer_gap=0.0,
-    good_gap=0.025,
-    good_own_gap=0.025,
-    filled=2,
-    compared=4,
+    finer_gap=0.002,
+    good_gap=0.015,
+    good_own_gap=0.015,
+    filled=1,
     same_gap=0.003,
     whole_tries=4,
 )
 """For large steps, which take seconds to plan."""
+HUGE_EFFORT = 1 << 23
+"""Documents · ranks from which a step is huge."""
+HUGE = replace(LARGE, good_gap=0.025)
+"""For huge steps: their first plan is mostly good enough, and each further one takes seconds."""
 
 
 PIPELINED = replace(DEFAULT, finer_gap=math.inf)
@@ -113,6 +116,10 @@ PIPELINED = replace(DEFAULT, finer_gap=math.inf)
 
 def settings_for(documents: int, ranks: int, pipelined: bool) -> SearchSettings:
     """Returns the settings for a step of this size, in a pipeline or not."""
+    if documents * ranks >= HUGE_EFFORT:
+        return HUGE
     if documents * ranks >= LARGE_EFFORT:
         return LARGE
-    return PIPELINED if pipelined else DEFAULT
+    if pipelined:
+        return PIPELINED
+    return DEFAULT

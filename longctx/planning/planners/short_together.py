@@ -28,7 +28,8 @@ def short_together(
     ranks = finer[-1]
     room = np.maximum(0, rings.target[:, None] - rings.load).sum(axis=1)
     own = np.argsort(-room, kind="stable")[:rows]
-    short = _shortest(ranks, rings, own)
+    block = 2 ** len(finer)
+    short = _shortest(ranks, rings, own, block=block)
     if len(short) == 0:
         return None
     before = _without(rings, short, own)
@@ -40,12 +41,11 @@ def short_together(
     placed = place(on_ranks, np.flatnonzero(~on_ranks.placed), rounds=rounds)
     if placed is None:
         return None
-    return _with(placed, rings, short, own=own, ranks=ranks)
+    return _with(placed, rings, short, own=own, ranks=ranks, block=block)
 
 
-def _shortest(ranks: PlanningInput, rings: PlacedRings, own: Integers) -> Integers:
+def _shortest(ranks: PlanningInput, rings: PlacedRings, own: Integers, *, block: int) -> Integers:
     """Returns the shortest documents that have room on the ranks of the micro-batches `own`."""
-    block = ranks.slots // rings.ranks
     room_ns = block * int(np.maximum(0, rings.target[own, None] - rings.load[own]).sum())
     room_tokens = FULL_SHARE * block * int(rings.free[own].sum())
     rest = np.flatnonzero(~rings.placed)
@@ -75,7 +75,13 @@ def _without(rings: PlacedRings, short: Integers, own: Integers) -> PlacedRings 
 
 
 def _with(
-    placed: PlacedRings, rings: PlacedRings, short: Integers, *, own: Integers, ranks: PlanningInput
+    placed: PlacedRings,
+    rings: PlacedRings,
+    short: Integers,
+    *,
+    own: Integers,
+    ranks: PlanningInput,
+    block: int,
 ) -> PlacedRings | None:
     """Returns the placement on ranks with short documents not placed, and room for them only in
     their micro-batches."""
@@ -88,7 +94,6 @@ def _with(
     time[short] = ranks.single_ns[short]
     tokens[short] = ranks.single_tokens[short]
     free = np.zeros_like(placed.free)
-    block = ranks.slots // rings.ranks
     free[own] = ranks.tokens_per_rank
     free[own, : block * rings.ranks] = np.repeat(rings.free[own], block, axis=1)
     return with_targets(

@@ -8,7 +8,7 @@ cost model for the plan, with the real waits of its rings.
 import numpy as np
 
 from longctx.planning.assignment import Integers, largest_shards
-from longctx.planning.cost.model import linear_ns, nanoseconds
+from longctx.planning.cost.model import beyond_ns, linear_ns, nanoseconds
 from longctx.planning.planners.packing import even_out, fill, with_targets
 from longctx.planning.planners.planning_input import Candidate, Degrees, PlanningInput
 from longctx.planning.planners.settings import SearchSettings
@@ -24,16 +24,17 @@ def with_more_whole(given: PlanningInput, best: Candidate, settings: SearchSetti
     found = best
     whole = 0
     most = len(split)
+    count = most
     for _ in range(settings.whole_tries):
         if whole == most:
             break
-        count = (whole + most + 1) // 2 if found is not best or most < len(split) else most
         candidate = _with_whole(given, best, split[:count], rounds=settings.whole_rounds)
         if candidate is not None and candidate.makespan_ns <= limit:
             whole = count
             found = candidate
         else:
             most = count - 1
+        count = (whole + most + 1) // 2
     return found
 
 
@@ -61,8 +62,10 @@ def _with_whole(
         load=load,
         free=free,
     )
-    plan = None if rings is None else fill(rings)
-    if rings is None or plan is None:
+    if rings is None:
+        return None
+    plan = fill(rings)
+    if plan is None:
         return None
     return given.candidate(best.winner, even_out(rings, plan, rounds))
 
@@ -72,6 +75,7 @@ def _own_ns(given: PlanningInput, best: Candidate) -> Integers:
     exchange."""
     degree = best.assignment.degree
     linear = linear_ns(given.profile, given.lengths / degree)
+    linear = linear + beyond_ns(given.profile, given.overrides, degree)
     price = np.where(degree > 1, nanoseconds(given.profile.split_document_s), 0)
     result: Integers = best.timed.attention + linear + price
     return result
