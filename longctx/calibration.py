@@ -2,14 +2,13 @@
 own step.
 
 Measured are matrices, launch and optimizer, attention on whole documents of three lengths, and with
-several ranks the links. Overlap, the penalty of splitting and links that these ranks do not have
-are those of another profile, scaled to the model. Work is timed on all ranks at once; as in a
-training step, the slowest rank counts.
+several ranks the links and which ranks are slow. Overlap, the penalty of splitting and links that
+these ranks do not have are those of another profile, scaled to the model. Work is timed on all
+ranks at once; as in a training step, the slowest rank counts.
 """
 
 import math
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from longctx.model.protocol import Attention
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.planning.cost.scaling import query_share
-from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
+from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile, SlowRanks
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.planning.planners.planner import make_plan
@@ -49,6 +48,8 @@ less."""
 DOCUMENTS = 64
 """Maximum number of documents that share a call of attention, and so its fixed cost."""
 REPEATS = 5
+SLOW = 1.05
+"""Time relative to a usual rank's from which a rank is slow, if it took longer in every repeat."""
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
 SPLIT_TOKENS = 16
@@ -165,6 +166,15 @@ def measure_profile(
         measured = _exchange_constants(run, per_node, described.work.kv_bytes)
         for description, constants in measured:
             add(description, **constants)
+    tell("every rank alone")
+    slow_ranks = _slow_ranks(run, max(lengths))
+    slowest = max((relative for _, relative in slow_ranks), default=1.0)
+    profile = replace(
+        profile,
+        linear_s_per_token=_short(profile.linear_s_per_token / slowest),
+        attention_s_per_token2=_short(profile.attention_s_per_token2 / slowest),
+    )
+    add("attention of every rank alone", slow_ranks=slow_ranks)
     tell("a step, to compare with its prediction")
     about = f"{described}, {mesh.ranks} rank{'s' * (mesh.ranks > 1)}, by `longctx calibrate`."
     conditions = _conditions(config, mesh, per_node) | described.model_dump()
@@ -272,11 +282,32 @@ class TimedRun:
         They are run in turn, once to warm up and then REPEATS times, so that all see the same
         disturbances.
         """
+        slowest = self._repeated(*works).max(dim=1).values
+        medians: list[float] = slowest.median(dim=0).values.tolist()
+        return medians
+
+    def relative_seconds(self, work: Callable[[], object]) -> torch.Tensor:
+        """Returns the seconds of every rank of the domain for a piece of work without messages,
+        relative to a usual rank's in the same repeat: [REPEATS, ranks].
+
+        A rank of several GPUs is as slow as the slowest of them. A usual rank is one of which at
+        most half of the ranks are faster.
+        """
+        rank_of = self.mesh.gather([float(self.mesh.rank)])[:, 0].long()
+        of_process = self._repeated(work)[:, :, 0]
+        of_rank = torch.zeros(REPEATS, self.mesh.ranks, dtype=of_process.dtype)
+        index = rank_of.expand(REPEATS, -1)
+        of_rank = of_rank.scatter_reduce(1, index, of_process, reduce="amax")
+        usual = of_rank.median(dim=1, keepdim=True).values  # of two ranks the faster
+        return of_rank / usual
+
+    def _repeated(self, *works: Callable[[], object]) -> torch.Tensor:
+        """Returns the seconds of every process for every piece of work: [REPEATS, processes,
+        works]."""
         rounds = [
-            self.mesh.gather([self._once(work) for work in works]).max(dim=0).values
-            for _ in range(1 + REPEATS)
+            self.mesh.gather([self._once(work) for work in works]) for _ in range(1 + REPEATS)
         ]
-        return [statistics.median(times) for times in torch.stack(rounds[1:], dim=1).tolist()]
+        return torch.stack(rounds[1:])
 
     def _once(self, work: Callable[[], object]) -> float:
         self.mesh.gather([0.0])  # all ranks start together
@@ -452,6 +483,20 @@ def _split_document_s(run: TimedRun) -> float:
     )
     more_s = (many_split - few_split) - (many_whole - few_whole)
     return max(0.0, more_s / (many - few)) * len(run.spec.layers)
+
+
+def _slow_ranks(run: TimedRun, length: int) -> SlowRanks:
+    """Returns the ranks that take longer for attention than the others, each with its time relative
+    to theirs."""
+    layout = Layout.of([Placement(0, run.mesh.rank, 1)], [length], 0, run.mesh.rank)
+    relative = run.relative_seconds(run.attention(layout))
+    in_every_repeat = relative.min(dim=0).values > 1
+    medians = relative.median(dim=0).values
+    return tuple(
+        (rank, _short(medians[rank].item()))
+        for rank in range(run.mesh.ranks)
+        if in_every_repeat[rank] and medians[rank] >= SLOW
+    )
 
 
 def _links(run: TimedRun, per_node: int, row_bytes: int) -> tuple[dict[str, float], float]:

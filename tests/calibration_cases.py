@@ -1,6 +1,7 @@
 """Code that the ranks run in tests of `longctx calibrate`."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -62,6 +63,20 @@ def time_a_slow_rank(seconds: float) -> list[float]:
             raise torch.OutOfMemoryError("as a GPU would")
 
     return run.seconds(slow, large, slow)
+
+
+def slow_ranks(seconds: list[float], tensor: int = 1) -> list[tuple[int, float]]:
+    """Returns the slow ranks of processes whose attention takes so many seconds each."""
+
+    class Run(calibration.TimedRun):
+        def __init__(self) -> None:
+            self.mesh = make_groups(torch.device("cpu"), tensor=tensor)
+
+        def attention(self, layout: Layout) -> Callable[[], object]:
+            assert [(shard.degree, shard.tokens) for shard in layout.shards] == [(1, 700)]
+            return lambda: time.sleep(seconds[dist.get_rank()])
+
+    return list(calibration._slow_ranks(Run(), 700))
 
 
 def count_bytes(length: int, recompute: bool, keep_kv: bool) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ a hardware profile."""
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longctx.commands.output import a_name, a_path, check_writable
 from longctx.config import load, overview
@@ -103,9 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ends(efficiency: list[list[float]]) -> str:
-    (shortest, least), (longest, most) = efficiency[0], efficiency[-1]
-    return f"{least:.2g} at {shortest:,} … {most:.2g} at {longest:,}"
+def _said_of(name: str, value: Any) -> str:
+    """Returns a constant as the table has it."""
+    if name == "attention_efficiency":
+        (shortest, least), (longest, most) = value[0], value[-1]
+        return f"{least:.2g} at {shortest:,} … {most:.2g} at {longest:,}"
+    if name == "slow_ranks":
+        return ", ".join(f"{rank}: × {relative:.2f}" for rank, relative in value) or "none"
+    return f"{value:,.4g}"
 
 
 def _draw(measured: "Measured", out: Path) -> None:
@@ -121,10 +126,8 @@ def _draw(measured: "Measured", out: Path) -> None:
     table.add_column("value", no_wrap=True)
     table.add_column("from")
     for name, value in measured.profile.to_dict().items():
-        text = _ends(value) if isinstance(value, list) else f"{value:,.4g}"
-        table.add_row(
-            name, text, measured.sources[name], style=None if name in measured.how else "dim"
-        )
+        style = None if name in measured.how else "dim"
+        table.add_row(name, _said_of(name, value), measured.sources[name], style=style)
     console.print(table, highlight=False)
     check = measured.check
     console.print(

@@ -87,6 +87,17 @@ def check_lengths(
     return sizes
 
 
+def check_slow_ranks(profile: HardwareProfile, ranks: int) -> None:
+    """Raises PlanError if the profile names a slow rank that the domain does not have."""
+    for rank, _ in profile.slow_ranks:
+        if rank >= ranks:
+            raise PlanError(
+                f"slow_ranks of the profile names rank {rank}, but the domain has ranks 0 to "
+                f"{ranks - 1}: leave slow_ranks out, or measure the profile again with `longctx "
+                "calibrate` on these ranks"
+            )
+
+
 def check_trees(trees: Trees, lengths: Sequence[int]) -> None:
     """Raises PlanError if trees are not those of documents of these lengths."""
     for document, tree in trees.items():
@@ -139,6 +150,7 @@ def _check_magnitude(lengths: Integers, profile: HardwareProfile) -> None:
     per_token = profile.linear_s_per_token + profile.kv_bytes_per_token / slowest
     fixed = profile.launch_s + profile.latency_s + profile.step_s
     seconds = attention + per_token * float(s.sum()) + fixed * len(lengths)
+    seconds *= max((relative for _, relative in profile.slow_ranks), default=1.0)
     if seconds * 1e9 > LONGEST_STEP_NS:
         raise PlanError(
             f"this step would take up to {seconds / 86_400:.0f} days by the hardware profile, but "

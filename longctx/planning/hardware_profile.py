@@ -3,7 +3,7 @@ this machine."""
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
@@ -21,8 +21,16 @@ SHIPPED = Path(__file__).parent / "profiles"
 BESIDE = ("state_bytes", "split_s_per_token", "received_s_per_token", "split_document_s")
 """Constants of what split documents cost beside the exchange of K and V."""
 EfficiencyTable = tuple[tuple[int, float], ...]
+SlowRanks = tuple[tuple[int, float], ...]
+SLOWEST = 100
+"""How many times as long a rank may take."""
 
 
+TABLES = {
+    "attention_efficiency": "[tokens, efficiency] pairs",
+    "slow_ranks": "[rank, time relative to the others] pairs",
+}
+"""Constants that are tables, and what their rows are."""
 ALLOWED: dict[str, Callable[[float], bool]] = {
     "in [0, 1]": lambda value: 0 <= value <= 1,
     "a number ≥ 0": lambda value: value >= 0,
@@ -84,6 +92,9 @@ class HardwareProfile:
         split_document_s: time that each split document takes more on each of its ranks, whatever
             its length: further segments of attention, rows to gather, messages. Documents stay
             whole where a split gains less.
+        slow_ranks: (rank of the domain, its time for the same work relative to the others) pairs,
+            each above 1, by ascending rank: all that it computes takes that much longer, its
+            messages do not. None by default.
     """
 
     linear_s_per_token: float
@@ -104,12 +115,13 @@ class HardwareProfile:
     split_s_per_token: float = 0.0
     received_s_per_token: float = 0.0
     split_document_s: float = 0.0
+    slow_ranks: SlowRanks = ()
 
     def __post_init__(self) -> None:
         problems = []
         for field in fields(self):
             name = field.name
-            if name in ("attention_efficiency", "exchange_levels"):
+            if name in ("attention_efficiency", "exchange_levels", "slow_ranks"):
                 continue
             value = getattr(self, name)
             rule = _rule(name)
@@ -122,15 +134,15 @@ class HardwareProfile:
         if self.exchange_levels not in (1, 2):
             problems.append(f"exchange_levels is {self.exchange_levels!r}: must be 1 or 2")
         problems += self._efficiency_problems()
+        problems += self._slow_rank_problems()
         if problems:
             raise ProfileError("; ".join(problems))
 
     def _efficiency_problems(self) -> list[str]:
         table = self.attention_efficiency
-        if not table or any(len(row) != 2 or not all(map(_is_number, row)) for row in table):
-            return [
-                f"attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs"
-            ]
+        if not table or not all(_is_pair(row) for row in table):
+            columns = TABLES["attention_efficiency"]
+            return [f"attention_efficiency is {table!r}: must be a list of {columns}"]
         tokens = [row[0] for row in table]
         values = [row[1] for row in table]
         problems = []
@@ -145,6 +157,21 @@ class HardwareProfile:
                 f"attention_efficiency values {values} fall as documents get longer, which would "
                 "break the lower bound: replace each value with the maximum so far"
             )
+        return problems
+
+    def _slow_rank_problems(self) -> list[str]:
+        table = self.slow_ranks
+        if not all(_is_pair(row) for row in table):
+            return [f"slow_ranks is {table!r}: must be a list of {TABLES['slow_ranks']}"]
+        ranks = [rank for rank, _ in table]
+        problems = []
+        if not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+            problems.append(f"slow_ranks names ranks {ranks}: must be whole numbers ≥ 0")
+        if any(before >= after for before, after in itertools.pairwise(ranks)):
+            problems.append(f"slow_ranks names ranks {ranks}: must be strictly ascending")
+        times = [relative for _, relative in table]
+        if not all(1 < relative <= SLOWEST for relative in times):
+            problems.append(f"slow_ranks has times {times}: must be above 1, at most {SLOWEST}")
         return problems
 
     @classmethod
@@ -175,16 +202,16 @@ class HardwareProfile:
                 f"{source}: {'; '.join(parts)}. The constants of a profile are: "
                 f"{', '.join(sorted(known))}"
             )
-        table = values["attention_efficiency"]
-        if not isinstance(table, (list, tuple)) or not all(
-            isinstance(row, (list, tuple)) for row in table
-        ):
-            raise ProfileError(
-                f"{source}: attention_efficiency is {table!r}: must be a list of [tokens, "
-                "efficiency] pairs"
-            )
+        tables = {}
+        for name, columns in TABLES.items():
+            if name not in values:
+                continue
+            table = values[name]
+            if not _has_rows(table):
+                raise ProfileError(f"{source}: {name} is {table!r}: must be a list of {columns}")
+            tables[name] = tuple(tuple(row) for row in table)
         try:
-            return cls(**{**values, "attention_efficiency": tuple(tuple(row) for row in table)})
+            return cls(**{**values, **tables})
         except ProfileError as error:
             raise ProfileError(f"{source}: {error}") from None
 
@@ -198,7 +225,7 @@ class HardwareProfile:
         """Returns plain data that `from_dict` reads back."""
         return {
             **asdict(self),
-            "attention_efficiency": [list(row) for row in self.attention_efficiency],
+            **{name: [list(row) for row in getattr(self, name)] for name in TABLES},
         }
 
 
@@ -234,6 +261,18 @@ def _parsed(text: str) -> Any:
 def shipped_profiles() -> list[str]:
     """Returns the names of the profiles that come with longctx, sorted."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def _has_rows(table: object) -> bool:
+    """Returns whether a value is a list of lists."""
+    if not isinstance(table, (list, tuple)):
+        return False
+    return all(isinstance(row, (list, tuple)) for row in table)
+
+
+def _is_pair(row: Sequence[object]) -> bool:
+    """Returns whether a row has two numbers."""
+    return len(row) == 2 and all(map(_is_number, row))
 
 
 def _is_number(value: object) -> bool:

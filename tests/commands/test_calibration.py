@@ -111,6 +111,21 @@ def test_the_slowest_rank_counts(workers: Workers) -> None:
     assert large == (math.inf, math.inf)
 
 
+def test_a_rank_that_takes_longer_is_slow(workers: Workers) -> None:
+    """Relative to a usual one; one of several GPUs as its slowest."""
+    first, *others = workers.run(calibration_cases.slow_ranks, 3, [0.1, 0.15, 0.1])
+    assert all(found == first for found in others)
+    ((rank, relative),) = first
+    assert rank == 1 and 1.3 < relative < 1.7
+    for found in workers.run(calibration_cases.slow_ranks, 4, [0.1, 0.1, 0.1, 0.2], 2):
+        ((rank, relative),) = found
+        assert rank == 1 and 1.7 < relative < 2.3
+
+
+def test_ranks_as_quick_as_each_other_are_not_slow(workers: Workers) -> None:
+    assert workers.run(calibration_cases.slow_ranks, 2, [0.1, 0.1]) == [[], []]
+
+
 def test_a_split_costs_what_split_documents_take_more_than_whole_ones() -> None:
     """Without what the same number of whole documents takes, and fixed costs, in all layers."""
 

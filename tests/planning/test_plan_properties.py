@@ -151,6 +151,13 @@ def test_best_static_is_the_best_of_all_degrees(
     EQUAL_PARTS,
 )
 @example(
+    {"lengths": [900, 800, 700, 600, 500, 400], "ranks": 4, "tokens_per_rank": 1000},
+    H100,
+    NO_PIPELINE,
+    NO_IMAGES,
+    EQUAL_PARTS,
+)
+@example(
     {"lengths": [9], "ranks": 3, "tokens_per_rank": 9},
     H100,
     NO_PIPELINE,

@@ -34,6 +34,7 @@ from longctx.planning.cost.model import (
     state_ns,
     whole_ring_attention_ns,
 )
+from longctx.planning.cost.slow_ranks import even_ns
 from longctx.planning.cost.unhidden import unhidden_exchange_ns
 from longctx.planning.cost.work_overrides import NO_OVERRIDES, WorkOverrides
 from longctx.planning.hardware_profile import HardwareProfile
@@ -106,7 +107,7 @@ def step_bound_ns(
     unhidden_ns = unhidden_exchange_ns(
         profile, lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, overrides=overrides
     )
-    bound += unhidden_ns // ranks
+    bound += even_ns(profile, 0, unhidden_ns, ranks=ranks)
     launches = fewest_micro_batches(lengths, ranks, tokens_per_rank)
     return bound + bubble_bound_ns(profile, pipeline, bound, launches=launches, most=len(lengths))
 
@@ -158,9 +159,9 @@ def even_work_bound_ns(
     tokens = lengths if overrides.products is None else lengths + overrides.products
     linear = profile.linear_s_per_token * NANOSECONDS * tokens
     splits = int(degrees[degrees > 1].sum()) * nanoseconds(profile.split_document_s)
-    work = _floor_sum(attention) + _floor_sum(linear) + splits + encoding_ns
+    work = _floor_sum(attention) + _floor_sum(linear) + encoding_ns
     fixed = fixed_ns(profile, fewest_micro_batches(lengths, ranks, tokens_per_rank))
-    return fixed + work // ranks
+    return fixed + even_ns(profile, work, splits, ranks=ranks)
 
 
 def _floor_sum(nanoseconds: NDArray[np.floating[Any]]) -> int:

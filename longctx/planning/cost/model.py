@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, Runs, largest_shards, tokens_on_ranks
+from longctx.planning.cost.slow_ranks import slowed_ns
 from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.cost.work_overrides import NO_OVERRIDES, Floats, WorkOverrides
 from longctx.planning.hardware_profile import BESIDE, EfficiencyTable, HardwareProfile
@@ -350,8 +351,9 @@ def score(
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
     exposed += states_ns(profile, lengths, assignment, shape)
     images = runs.spread(encoding.ring_ns(np.arange(len(lengths)), assignment.degree))
+    busy = slowed_ns(profile, linear + attention + images)
     return StepTimes(
-        time=linear + attention + images + exposed,
+        time=busy + exposed,
         exposed=exposed,
         attention=of_documents,
         encoding=images,

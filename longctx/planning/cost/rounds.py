@@ -27,6 +27,7 @@ from longctx.planning.cost.model import (
     score,
     states_ns,
 )
+from longctx.planning.cost.slow_ranks import usual_ns
 from longctx.planning.cost.tower import EncodingTimes
 from longctx.planning.cost.work_overrides import NO_OVERRIDES, Floats, WorkOverrides
 from longctx.planning.hardware_profile import HardwareProfile
@@ -147,7 +148,7 @@ class _ExchangeTimes:
 
         hides = profile.overlap
         self.attention = hides * a.runs(self.shape).spread(timed.attention)
-        other_work = hides * (self.busy - timed.encoding) - self.attention
+        other_work = hides * (usual_ns(profile, self.busy) - timed.encoding) - self.attention
         self.queries: Floats = profile.query_share * other_work
         of_rings = timed.attention[rings]
         self.ring_work = of_rings * (self.degree - 1) // self.degree

@@ -67,4 +67,5 @@ def _halved(rings: PlacedRings, rest: Integers, half: PlanningInput) -> PlacedRi
         first_rank=2 * rings.first_rank,
         load=load,
         free=free,
+        slowness=half.slowness,
     )

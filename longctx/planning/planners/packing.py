@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, Runs
+from longctx.planning.cost.slow_ranks import Floats
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planning_input import Degrees, PlanningInput
 
@@ -40,6 +41,8 @@ class PlacedRings:
         micro_batch, first_rank: where these documents are (arrays [documents]).
         load, free: their nanoseconds and the free tokens on every rank (arrays [micro-batches,
             ranks]).
+        slowness: time of each slot relative to a usual one (an array [slots]); all other times are
+            those of a usual one.
         target: nanoseconds of every micro-batch including the remaining documents, poured in as
             water is.
     """
@@ -52,11 +55,18 @@ class PlacedRings:
     first_rank: Integers
     load: Integers
     free: Integers
+    slowness: Floats
     target: Integers
 
     @property
     def estimate_ns(self) -> int:
         return int(self.target.sum())
+
+    @cached_property
+    def most_load(self) -> Integers:
+        """Load of every rank that meets its micro-batch's target (an array [micro-batches,
+        ranks])."""
+        return (self.target[:, None] / self.slowness).astype(np.int64)
 
     @property
     def ranks(self) -> int:
@@ -102,12 +112,14 @@ def place_rings(
     early = np.flatnonzero(placed)
     early = early[np.argsort(-given.lengths[early], kind="stable")]
     rows = range(micro_batches if stop is None else stop)
+    lost = _lost_ns(degrees.work // load.size, given.slowness)
     times = _times_by_first_rank(given, degrees, early)
     for document, by_first_rank in zip(early.tolist(), times, strict=True):
         degree = int(degrees.degree[document])
         tokens = int(degrees.tokens[document])
         ring = _Ring(degree, tokens, by_first_rank)
-        run = ring.best_run(load, free, rows) or ring.best_run(load, free, range(micro_batches))
+        busy = load + lost
+        run = ring.best_run(busy, free, rows) or ring.best_run(busy, free, range(micro_batches))
         if run is None:
             return None
         row, first = run
@@ -122,6 +134,7 @@ def place_rings(
         first_rank=first_rank,
         load=load,
         free=free,
+        slowness=given.slowness,
     )
 
 
@@ -167,6 +180,7 @@ def place_side_by_side(
         first_rank=first_rank,
         load=load,
         free=free,
+        slowness=given.slowness,
     )
 
 
@@ -185,6 +199,7 @@ def with_targets(
     first_rank: Integers,
     load: Integers,
     free: Integers,
+    slowness: Floats,
 ) -> PlacedRings | None:
     """Returns a placement with the targets of its micro-batches; None if the tokens of documents
     that are not placed do not fit."""
@@ -193,6 +208,10 @@ def with_targets(
     target = _water_filled(load, free, work=work, tokens=tokens)
     if target is None:
         return None
+    if (slowness > 1).any():
+        lost = _lost_ns(target[:, None], slowness)
+        target = _water_filled(load + lost, free, work=work, tokens=tokens)
+        assert target is not None  # the same tokens fit
     return PlacedRings(
         degree=degrees.degree,
         time=degrees.time,
@@ -202,8 +221,14 @@ def with_targets(
         first_rank=first_rank,
         load=load,
         free=free,
+        slowness=slowness,
         target=target,
     )
+
+
+def _lost_ns(time: Integers | int, slowness: Floats) -> Integers:
+    """Returns the work of a usual slot that each slot cannot do in this time."""
+    return np.ceil(time * (1 - 1 / slowness)).astype(np.int64)
 
 
 def _times_by_first_rank(given: PlanningInput, degrees: Degrees, documents: Integers) -> Integers:
@@ -298,7 +323,7 @@ def place(rings: PlacedRings, documents: Integers, rounds: int) -> PlacedRings |
         return None
     time = rings.time[order]
     tokens = rings.tokens[order]
-    room = rings.target[:, None] - rings.load
+    room = rings.most_load - rings.load
     slots = balance(
         chosen,
         time,
@@ -333,7 +358,7 @@ def _longest_first(rings: PlacedRings, documents: Integers) -> Integers:
 def _emptiest_slots(rings: PlacedRings, documents: Integers) -> Integers | None:
     """Returns a slot for each document, in order: that with most room below its micro-batch's
     target; None if their tokens do not fit."""
-    above_target = rings.load - rings.target[:, None]
+    above_target = rings.load - rings.most_load
     return emptiest_first(above_target, rings.free, rings.time[documents], rings.tokens[documents])
 
 
@@ -347,7 +372,7 @@ def even_out(rings: PlacedRings, plan: Assignment, rounds: int) -> Assignment:
         slots[singles],
         rings.time[singles],
         rings.tokens[singles],
-        room=np.repeat(rings.target, rings.ranks) - load,
+        room=rings.most_load.ravel() - load,
         free=free,
         ranks=rings.ranks,
         rounds=rounds,

@@ -32,6 +32,7 @@ from longctx.planning.check import (
     check_lengths,
     check_plan,
     check_settings,
+    check_slow_ranks,
     check_sources,
     check_trees,
 )
@@ -131,6 +132,7 @@ def make_plan(
         max_remote_tokens=max_remote_tokens,
         pipeline=pipeline,
     )
+    check_slow_ranks(profile, ranks)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     check_trees(trees, lengths)
     check_sources(sources, sizes.tolist(), trees)

@@ -11,6 +11,7 @@ from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost import bounds
 from longctx.planning.cost.model import StepTimes, alone_ns, score
 from longctx.planning.cost.rounds import choose_rounds
+from longctx.planning.cost.slow_ranks import Floats, slowness
 from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.cost.work_overrides import WorkOverrides
 from longctx.planning.hardware_profile import HardwareProfile
@@ -72,6 +73,15 @@ class PlanningInput:
     def overrides(self) -> WorkOverrides:
         """What documents cost where their lengths do not say it."""
         return WorkOverrides.of(self.lengths, self.trees, self.sources, self.parts)
+
+    @cached_property
+    def slowness(self) -> Floats:
+        """Time of each slot relative to a usual one, as its slowest rank has (an array
+        [slots])."""
+        by_rank = slowness(self.profile, self.ranks)
+        in_slots = by_rank[: self.slots * self.block].reshape(self.slots, self.block)
+        slowest: Floats = in_slots.max(axis=1)
+        return slowest
 
     @cached_property
     def single_ns(self) -> Integers:

@@ -92,7 +92,7 @@ class SearchSettings:
 
 
 DEFAULT = SearchSettings()
-LARGE_EFFORT = 1 << 20
+LARGE_EFFORT = 1 << 19
 """Documents · ranks from which a step is large."""
 LARGE = replace(
     DEFAULT,

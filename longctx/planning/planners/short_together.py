@@ -26,7 +26,7 @@ def short_together(
     this `share`.
     """
     ranks = finer[-1]
-    room = np.maximum(0, rings.target[:, None] - rings.load).sum(axis=1)
+    room = np.maximum(0, rings.most_load - rings.load).sum(axis=1)
     own = np.argsort(-room, kind="stable")[:rows]
     block = 2 ** len(finer)
     short = _shortest(ranks, rings, own, block=block)
@@ -46,7 +46,7 @@ def short_together(
 
 def _shortest(ranks: PlanningInput, rings: PlacedRings, own: Integers, *, block: int) -> Integers:
     """Returns the shortest documents that have room on the ranks of the micro-batches `own`."""
-    room_ns = block * int(np.maximum(0, rings.target[own, None] - rings.load[own]).sum())
+    room_ns = block * int(np.maximum(0, rings.most_load[own] - rings.load[own]).sum())
     room_tokens = FULL_SHARE * block * int(rings.free[own].sum())
     rest = np.flatnonzero(~rings.placed)
     rest = rest[np.argsort(ranks.lengths[rest], kind="stable")]
@@ -71,6 +71,7 @@ def _without(rings: PlacedRings, short: Integers, own: Integers) -> PlacedRings 
         first_rank=rings.first_rank,
         load=rings.load,
         free=free,
+        slowness=rings.slowness,
     )
 
 
@@ -103,4 +104,5 @@ def _with(
         first_rank=placed.first_rank,
         load=placed.load,
         free=free,
+        slowness=placed.slowness,
     )

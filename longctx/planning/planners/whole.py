@@ -9,6 +9,7 @@ import numpy as np
 
 from longctx.planning.assignment import Integers, largest_shards
 from longctx.planning.cost.model import beyond_ns, linear_ns, nanoseconds
+from longctx.planning.cost.slow_ranks import usual_ns
 from longctx.planning.planners.packing import even_out, fill, with_targets
 from longctx.planning.planners.planning_input import Candidate, Degrees, PlanningInput
 from longctx.planning.planners.settings import SearchSettings
@@ -49,7 +50,8 @@ def _with_whole(
     degree = np.where(moved, 1, a.degree)
     shape = best.timed.time.shape
     movable = np.flatnonzero(moved)
-    load = best.timed.time - a[movable].runs(shape).spread(_own_ns(given, best)[movable])
+    usual = usual_ns(given.profile, best.timed.time)
+    load = usual - a[movable].runs(shape).spread(_own_ns(given, best)[movable])
     kept = np.flatnonzero(~moved)
     # Rings may be reversed otherwise, so that each of their ranks counts as the fullest.
     held = largest_shards(given.lengths[kept], a.degree[kept])
@@ -61,6 +63,7 @@ def _with_whole(
         first_rank=a.first_rank,
         load=load,
         free=free,
+        slowness=given.slowness,
     )
     if rings is None:
         return None
