@@ -125,11 +125,7 @@ def measure_profile(
     little memory.
     """
     tokens = config.batch.tokens_per_rank
-    if tokens < LEAST_TOKENS:
-        raise UserError(
-            f"batch.tokens_per_rank is {tokens}: measuring needs at least {LEAST_TOKENS} tokens "
-            "per rank"
-        )
+    _require_tokens(tokens)
     config = config.changed({"context.ulysses_degree": 1, "context.profile": base})
     per_node = ranks_per_node(mesh, local_rank)
     described = _describe(config, mesh, shape)
@@ -155,30 +151,29 @@ def measure_profile(
     profile = replace(profile, query_share=_short(query_share(profile, described.work)))
     tell("attention")
     lengths = sorted({min(length, tokens) for length in LENGTHS})
-    slope, table = fit_attention({length: _attention_s(run, length) for length in lengths})
-    add(
-        f"documents of {', '.join(map(str, lengths))} tokens",
-        attention_s_per_token2=slope,
-        attention_efficiency=table,
-    )
+    said_lengths = ", ".join(map(str, lengths))
+    add(f"documents of {said_lengths} tokens", **_attention_constants(run, lengths))
     if mesh.ranks > 1:
         tell("exchange")
         measured = _exchange_constants(run, per_node, described.work.kv_bytes)
         for description, constants in measured:
             add(description, **constants)
     tell("every rank alone")
-    slow_ranks = _slow_ranks(run, max(lengths))
-    slowest = max((relative for _, relative in slow_ranks), default=1.0)
-    profile = replace(
-        profile,
-        linear_s_per_token=_short(profile.linear_s_per_token / slowest),
-        attention_s_per_token2=_short(profile.attention_s_per_token2 / slowest),
-    )
-    add("attention of every rank alone", slow_ranks=slow_ranks)
+    profile = _of_usual_ranks(profile, _slow_ranks(run, max(lengths)))
+    how["slow_ranks"] = "attention of every rank alone"
     tell("a step, to compare with its prediction")
     about = f"{described}, {mesh.ranks} rank{'s' * (mesh.ranks > 1)}, by `longctx calibrate`."
     conditions = _conditions(config, mesh, per_node) | described.model_dump()
     return Measured(profile, about, how=how, base=base, run=conditions, check=_check(run, profile))
+
+
+def _require_tokens(tokens: int) -> None:
+    """Raises UserError for a token budget that is too small to measure anything."""
+    if tokens < LEAST_TOKENS:
+        raise UserError(
+            f"batch.tokens_per_rank is {tokens}: measuring needs at least {LEAST_TOKENS} tokens "
+            "per rank"
+        )
 
 
 def _conditions(config: Config, mesh: Mesh, per_node: int) -> dict[str, Any]:
@@ -282,7 +277,7 @@ class TimedRun:
         They are run in turn, once to warm up and then REPEATS times, so that all see the same
         disturbances.
         """
-        slowest = self._repeated(*works).max(dim=1).values
+        slowest = self._repeated(works).max(dim=1).values
         medians: list[float] = slowest.median(dim=0).values.tolist()
         return medians
 
@@ -294,14 +289,14 @@ class TimedRun:
         most half of the ranks are faster.
         """
         rank_of = self.mesh.gather([float(self.mesh.rank)])[:, 0].long()
-        of_process = self._repeated(work)[:, :, 0]
+        of_process = self._repeated([work])[:, :, 0]
         of_rank = torch.zeros(REPEATS, self.mesh.ranks, dtype=of_process.dtype)
         index = rank_of.expand(REPEATS, -1)
         of_rank = of_rank.scatter_reduce(1, index, of_process, reduce="amax")
         usual = of_rank.median(dim=1, keepdim=True).values  # of two ranks the faster
         return of_rank / usual
 
-    def _repeated(self, *works: Callable[[], object]) -> torch.Tensor:
+    def _repeated(self, works: Sequence[Callable[[], object]]) -> torch.Tensor:
         """Returns the seconds of every process for every piece of work: [REPEATS, processes,
         works]."""
         rounds = [
@@ -436,6 +431,15 @@ def _matrices(run: TimedRun) -> tuple[float, float, float]:
     return (*fit_line(counts, seconds), max(0.0, whole - seconds[0]))
 
 
+def _attention_constants(run: TimedRun, lengths: Sequence[int]) -> dict[str, Any]:
+    """Returns the constants of attention, timed on documents of these lengths."""
+    seconds = {}
+    for length in lengths:
+        seconds[length] = _attention_s(run, length)
+    slope, table = fit_attention(seconds)
+    return {"attention_s_per_token2": slope, "attention_efficiency": table}
+
+
 def _attention_s(run: TimedRun, length: int) -> float:
     """Returns the seconds of a whole document in all layers, without the fixed cost of a call."""
     documents = max(1, min(DOCUMENTS, run.config.batch.tokens_per_rank // length))
@@ -496,6 +500,18 @@ def _slow_ranks(run: TimedRun, length: int) -> SlowRanks:
         (rank, _short(medians[rank].item()))
         for rank in range(run.mesh.ranks)
         if in_every_repeat[rank] and medians[rank] >= SLOW
+    )
+
+
+def _of_usual_ranks(profile: HardwareProfile, slow_ranks: SlowRanks) -> HardwareProfile:
+    """Returns the profile with these slow ranks, and the rates of a usual rank: they were measured
+    on the slowest."""
+    slowest = max((relative for _, relative in slow_ranks), default=1.0)
+    return replace(
+        profile,
+        linear_s_per_token=_short(profile.linear_s_per_token / slowest),
+        attention_s_per_token2=_short(profile.attention_s_per_token2 / slowest),
+        slow_ranks=slow_ranks,
     )
 
 

@@ -225,7 +225,8 @@ class HardwareProfile:
         """Returns plain data that `from_dict` reads back."""
         return {
             **asdict(self),
-            **{name: [list(row) for row in getattr(self, name)] for name in TABLES},
+            "attention_efficiency": [list(row) for row in self.attention_efficiency],
+            "slow_ranks": [list(row) for row in self.slow_ranks],
         }
 
 

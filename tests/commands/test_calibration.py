@@ -18,6 +18,7 @@ from longctx.calibration import (
     BY_MODEL,
     PEERS,
     _matrices,
+    _of_usual_ranks,
     _split_document_s,
     fit_attention,
     fit_line,
@@ -309,3 +310,11 @@ def test_two_ranks_run_the_command_together(tmp_path: Path) -> None:
     printed = launched.run(*profile_arguments(tmp_path / "my.yaml"), ranks=2)[0]
     assert printed.count("attention_s_per_token2") == 1
     assert yaml.safe_load((tmp_path / "my.yaml").read_text("utf-8"))["measured"]["ranks"] == 2
+
+
+def test_rates_are_those_of_a_usual_rank() -> None:
+    found = _of_usual_ranks(H100, ((2, 1.25), (5, 2.0)))
+    assert found.slow_ranks == ((2, 1.25), (5, 2.0))
+    assert found.linear_s_per_token == pytest.approx(H100.linear_s_per_token / 2, rel=1e-3)
+    assert found.attention_s_per_token2 == pytest.approx(H100.attention_s_per_token2 / 2, rel=1e-3)
+    assert _of_usual_ranks(H100, ()).launch_s == H100.launch_s
