@@ -253,6 +253,31 @@ def train(
     return report(trainer) | {"predictions": predictions}
 
 
+def train_by_launcher(folder: Path, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains twice with one trainer, as a program does, in the launcher; reports the first."""
+    from transformers import Trainer, TrainingArguments
+
+    from longctx.trainers.launcher import Launched
+
+    ranks = as_rank()
+    own = Trainer.train
+    launched = Launched({"profile": PROFILE, **options})
+    try:
+        trainer = Trainer(
+            model(kind),
+            TrainingArguments(**arguments(folder, ranks, 1)),
+            data_collator=pad,
+            train_dataset=documents(),
+            eval_dataset=documents(19, seed=1),
+        )
+        trainer.train()
+        reported = report(trainer)
+        trainer.train()
+    finally:
+        launched.undo()
+    return reported | {"trained": launched.trained, "restored": Trainer.train is own}
+
+
 def likelihood(prediction: Any) -> dict[str, float]:
     """A metric of logits and labels."""
     likelihoods = torch.log_softmax(torch.tensor(prediction.predictions[:, :-1]), -1)

@@ -204,7 +204,11 @@ def check_shapes(batch: Mapping[str, Any], names: Sequence[str]) -> None:
                 f"{name} is a {type(field).__name__}: return a tensor of [rows, tokens]"
             )
         if field.dim() != 2:
-            raise TrainerError(f"{name} has {field.dim()} axes: return one of [rows, tokens]")
+            raise TrainerError(
+                f"{name} has {field.dim()} axes: return one of [rows, tokens]. Of packed rows it "
+                "is not needed, as documents are planned without padding: in LLaMA-Factory set "
+                "packing and neat_packing to false"
+            )
         if field.shape != first.shape and not (
             name == "position_ids" and field.shape == (1, first.shape[1])
         ):

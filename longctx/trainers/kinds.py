@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from longctx.hf.vision import is_vision
+from longctx.trainers.pass_through import LIBRARIES, passes_on
 
 Kind = Literal["step", "token_values", "hidden_states"]
 """What is planned: whole steps, as the loss is a sum over tokens; or each call of the model, whose
@@ -206,12 +207,13 @@ def _is_reentrant(function: Any) -> bool:
 
 
 def is_own(trainer: Any, name: str) -> bool:
-    """Returns whether a method of a trainer is not that of transformers or TRL."""
+    """Returns whether a method of a trainer is not that of transformers or TRL, and not known to
+    pass on what it is given."""
     method = getattr(trainer, name, None)
-    return method is not None and getattr(method, "__module__", "").split(".")[0] not in (
-        "transformers",
-        "trl",
-    )
+    if method is None:
+        return False
+    module = getattr(method, "__module__", "")
+    return module.split(".")[0] not in LIBRARIES and not passes_on(trainer, name)
 
 
 def _predicts_masked(model: Any) -> bool:

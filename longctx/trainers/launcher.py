@@ -1,0 +1,187 @@
+"""Launcher: any program that trains by transformers' Trainer, as it is, with dynamic context
+parallelism.
+
+    torchrun --nproc-per-node 8 -m longctx.trainers train.py --learning_rate 1e-5
+    torchrun --nproc-per-node 8 -m longctx.trainers -m trl.scripts.sft --model_name_or_path ..
+
+Every Trainer that the program makes gets it when its `train` is called. Options are those of
+`dynamic_context_parallel`, as YAML: in a file (`--options FILE` before the program) or in the
+environment (`LONGCTX_OPTIONS='tokens_per_rank: 16384'`).
+"""
+
+import argparse
+import functools
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from longctx.arguments import said
+from longctx.errors import UserError
+from longctx.safe_yaml import YamlError, parse, read_text
+from longctx.trainers.dynamic import dynamic_context_parallel
+
+VARIABLE = "LONGCTX_OPTIONS"
+OPTIONS = tuple(inspect.signature(dynamic_context_parallel).parameters)[1:]
+"""Arguments of `dynamic_context_parallel` beside the trainer."""
+
+
+class LauncherError(UserError):
+    """A program that cannot be started, or options that `dynamic_context_parallel` does not
+    take."""
+
+
+class Launched:
+    """Gives dynamic context parallelism to every trainer whose `train` is called, until `undo`.
+
+    Attributes:
+        options: arguments of `dynamic_context_parallel`.
+        trained: names of the classes of trainers that have begun to train.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        from transformers import Trainer
+
+        self.options = options
+        self.trained: list[str] = []
+        self._class = Trainer
+        self._own_train = Trainer.train
+
+        @functools.wraps(Trainer.train)
+        def train(trainer: Any, *arguments: Any, **named: Any) -> Any:
+            return self._train(trainer, arguments, named)
+
+        self._planned_train = train
+        Trainer.train = train
+
+    def _train(self, trainer: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Trains, planned: `dynamic_context_parallel` replaces `train` on the trainer itself, and
+        what it puts there calls this function again."""
+        if not hasattr(trainer, "dynamic"):
+            name = type(trainer).__name__
+            if type(trainer).train is not self._planned_train:
+                raise LauncherError(
+                    f"{name} has a train of its own around that of transformers, which would run "
+                    "twice: call dynamic_context_parallel(trainer) before trainer.train() in the "
+                    "program itself"
+                )
+            dynamic_context_parallel(trainer, **self.options)
+            if trainer.is_world_process_zero():
+                print(f"longctx: {name} trains with dynamic context parallelism", flush=True)
+            self.trained.append(name)
+            return trainer.train(*arguments, **named)
+        return self._own_train(trainer, *arguments, **named)
+
+    def undo(self) -> None:
+        """Gives transformers its own `train` again."""
+        self._class.train = self._own_train
+
+
+def read_options(file: Path | None, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the options of a file, or of the environment. Raises LauncherError for both, and for
+    what is no mapping of names that `dynamic_context_parallel` knows."""
+    text = environment.get(VARIABLE)
+    if file is not None and text is not None:
+        raise LauncherError(f"--options {file} and {VARIABLE} are both given: leave one out")
+    if file is None and text is None:
+        return {}
+    source = VARIABLE if file is None else str(file)
+    try:
+        values = parse(read_text(file) if file is not None else str(text))
+    except (YamlError, OSError) as error:
+        raise LauncherError(f"{source} cannot be read as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise LauncherError(
+            f"{source} is {said(values)}: must be a mapping, such as `tokens_per_rank: 16384`"
+        )
+    for name in values:
+        if name not in OPTIONS:
+            close = get_close_matches(str(name), OPTIONS, n=1)
+            way = f"did you mean {close[0]}?" if close else f"use {', '.join(OPTIONS)}"
+            raise LauncherError(f"{source} has {name!r}, which is no option: {way}")
+    return values
+
+
+def run(program: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """Runs a program in this process with these arguments: a module, a file, or a command that a
+    package has installed. Raises LauncherError if there is none."""
+    sys.argv = [program, *arguments]
+    if is_module:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    path = Path(program)
+    if path.is_file():
+        sys.path.insert(0, str(path.resolve().parent))  # as `python FILE` does
+        runpy.run_path(program, run_name="__main__")
+        return
+    command = _command(program).load()
+    status = command()
+    if status:
+        sys.exit(status)
+
+
+def _command(name: str) -> EntryPoint:
+    """Returns the command of this name that a package has installed. Raises LauncherError."""
+    found = list(entry_points(group="console_scripts", name=name))
+    if not found:
+        raise LauncherError(
+            f"{name!r} is neither a file nor a command that a Python package has installed here: "
+            "give a script, a command such as llamafactory-cli, or -m and a module"
+        )
+    return found[0]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line, in which all after the program is the program's."""
+    result = argparse.ArgumentParser(
+        prog="python -m longctx.trainers",
+        description="Runs a program that trains by transformers' Trainer, or TRL's, with dynamic "
+        "context parallelism. Start it by torchrun: torchrun --nproc-per-node 8 -m "
+        "longctx.trainers train.py",
+        allow_abbrev=False,
+    )
+    result.add_argument(
+        "--options",
+        type=Path,
+        metavar="FILE",
+        help=f"YAML with {', '.join(OPTIONS)}; or set {VARIABLE}, such as 'tokens_per_rank: 16384'",
+    )
+    result.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module")
+    result.add_argument("program", metavar="PROGRAM", help="script, installed command, or module")
+    result.add_argument(
+        "arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="those of the program"
+    )
+    return result
+
+
+def main(given: Sequence[str]) -> None:
+    """Runs the program that the arguments name. Exits with 2 for what longctx refuses."""
+    parsed = parser().parse_args(given)
+    try:
+        options = read_options(parsed.options, os.environ)
+        launched = Launched(options)
+        try:
+            run(parsed.program, parsed.arguments, is_module=parsed.module)
+        finally:
+            launched.undo()
+        _warn_unless_trained(launched, parsed.program)
+    except UserError as error:
+        print(f"longctx: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _warn_unless_trained(launched: Launched, program: str) -> None:
+    """Prints a warning if no trainer has begun to train in this process."""
+    if not launched.trained:
+        print(
+            f"longctx: {program} has trained no Trainer in this process. A command that starts "
+            "processes of its own (accelerate launch, torchrun) trains there: give the script or "
+            "module that those run, and let torchrun start this launcher",
+            file=sys.stderr,
+        )

@@ -1,0 +1,196 @@
+"""The launcher: programs that train by transformers' Trainer, as they are, and what it refuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+from longctx.trainers import launcher
+from longctx.trainers.launcher import Launched, LauncherError, main, read_options, run
+from tests.trainer_cases import TOKENS_PER_RANK, conversations, model, tokenizer, train_by_launcher
+from tests.trainer_cases import train as train_plain
+from tests.trainers.test_trainers import assert_equal, plain
+from tests.workers import Workers
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_trainers_of_a_program_compute_what_one_plain_process_computes(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """Each once: a second `train` of the same trainer is planned by the first."""
+    options = {"tokens_per_rank": TOKENS_PER_RANK}
+    runs = workers.run(train_by_launcher, 2, tmp_path, "qwen2", options)
+    assert_equal(runs, plain(workers, tmp_path, train_plain, "qwen2", {}))
+    assert max(runs[0]["degrees"]) == 2
+    for found in runs:
+        assert found["trained"] == ["Trainer"]
+        assert found["restored"]
+
+
+class Around(Trainer):
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        return super().train(*arguments, **named)
+
+
+def test_a_trainer_with_a_train_of_its_own_is_refused() -> None:
+    launched = Launched({})
+    try:
+        with pytest.raises(LauncherError, match="Around has a train of its own"):
+            Around.__new__(Around).train()
+    finally:
+        launched.undo()
+    assert launched.trained == []
+
+
+def test_options_of_a_file_or_of_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("tokens_per_rank: 4096\nmode: static\n")
+    expected = {"tokens_per_rank": 4096, "mode": "static"}
+    assert read_options(file, {}) == expected
+    variable = {"LONGCTX_OPTIONS": "{tokens_per_rank: 4096, mode: static}"}
+    assert read_options(None, variable) == expected
+    assert read_options(None, {}) == {}
+    with pytest.raises(LauncherError, match="are both given: leave one out"):
+        read_options(file, variable)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "tokens_per_rnk: 4096",
+            "'tokens_per_rnk', which is no option: did you mean tokens_per_rank",
+        ),
+        ("1: 2", "has 1, which is no option: use tokens_per_rank, profile, mode"),
+        ("4096", "must be a mapping, such as `tokens_per_rank: 16384`"),
+        ("[", "LONGCTX_OPTIONS cannot be read as YAML"),
+    ],
+)
+def test_options_that_make_no_sense(text: str, said: str) -> None:
+    with pytest.raises(LauncherError) as raised:
+        read_options(None, {"LONGCTX_OPTIONS": text})
+    assert said in str(raised.value)
+
+
+def test_a_file_of_options_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match="cannot be read as YAML"):
+        read_options(tmp_path / "none.yaml", {})
+
+
+@pytest.fixture
+def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.usefixtures("own_arguments")
+def test_a_script_runs_as_python_runs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With modules beside it, its own arguments, and as __main__."""
+    (tmp_path / "beside_the_script.py").write_text("VALUE = 7\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom beside_the_script import VALUE\nprint(__name__, VALUE, sys.argv[1:])\n"
+    )
+    run(str(script), ["--lr", "1"], is_module=False)
+    assert capsys.readouterr().out == "__main__ 7 ['--lr', '1']\n"
+
+
+@pytest.mark.usefixtures("own_arguments")
+def test_a_module_runs_as_python_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_module.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    run("a_module", ["-m", "x"], is_module=True)
+    assert capsys.readouterr().out == "__main__ ['-m', 'x']\n"
+
+
+@pytest.mark.usefixtures("own_arguments")
+def test_a_command_of_a_package_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is that of the process."""
+    called = []
+
+    def tool() -> int:
+        called.append(sys.argv)
+        return 3
+
+    class Command:
+        def load(self) -> Any:
+            return tool
+
+    monkeypatch.setattr(launcher, "_command", lambda name: Command())
+    with pytest.raises(SystemExit) as exited:
+        run("some-tool", ["train"], is_module=False)
+    assert exited.value.code == 3 and called == [["some-tool", "train"]]
+
+
+@pytest.mark.usefixtures("own_arguments")
+def test_what_is_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    own = Trainer.train
+    with pytest.raises(SystemExit) as exited:
+        main(["no-such-tool", "train"])
+    assert exited.value.code == 2
+    said = capsys.readouterr().err
+    assert "'no-such-tool' is neither a file nor a command" in said
+    assert Trainer.train is own
+
+
+@pytest.mark.usefixtures("own_arguments")
+def test_a_program_that_trains_nothing_here_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('done')\n")
+    main([str(script)])
+    said = capsys.readouterr()
+    assert said.out == "done\n"
+    assert "has trained no Trainer in this process" in said.err
+
+
+def test_the_command_line_without_a_program() -> None:
+    """By itself, as torchrun starts it."""
+    command = [sys.executable, "-m", "longctx.trainers"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 2
+    assert "the following arguments are required: PROGRAM" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_of_trl_computes_on_two_processes_what_it_computes_on_one(tmp_path: Path) -> None:
+    """As the page of trainers starts it: every logged digit of losses and norms."""
+    model("arcee").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = "".join(json.dumps(row) + "\n" for row in conversations(24))
+    (data / "chats.jsonl").write_text(rows, "utf-8")
+    script = ["-m", "trl.scripts.sft", "--model_name_or_path", "model", "--dataset_name", "data"]
+    script += ["--max_length", "2048", "--use_cpu", "True", "--bf16", "False", "--dtype", "float32"]
+    script += ["--max_steps", "3", "--logging_steps", "1", "--report_to", "none"]
+    script += ["--disable_tqdm", "True", "--save_strategy", "no", "--output_dir", "out"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "longctx.trainers"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["LONGCTX_OPTIONS"] = "{tokens_per_rank: 60, profile: cpu-2core}"
+    found = []
+    for start, rows_of_rank in (([], "8"), (torchrun, "4")):
+        command = [sys.executable, *start, *script, "--per_device_train_batch_size", rows_of_rank]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(re.findall(r"'(?:loss|grad_norm)': '([^']+)'", done.stdout))
+    assert len(found[0]) == 6
+    assert found[0] == found[1]
+    assert "SFTTrainer trains with dynamic context parallelism" in done.stdout
+    assert "'highest_degree': 2" in done.stdout
