@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers
+from longctx.planning.assignment import NEVER, Assignment, Integers
 from longctx.planning.cost.bounds import fewest_micro_batches
 from longctx.planning.cost.model import alone_ns, score
 from longctx.planning.hardware_profile import HardwareProfile
@@ -23,6 +23,8 @@ from longctx.planning.planners.packing import emptiest_first
 
 MAP_BATCH = 1000
 """Documents that TRL packs together: a batch of `datasets.map`."""
+MOST_OF_LONGEST = 2
+"""Micro-batches of the longest documents that balancing tries."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,9 @@ def place_balanced(
 ) -> Assignment:
     """Assigns every document to one rank, so that ranks have equal work by predicted time.
 
-    The longest document comes first, each goes to the rank and micro-batch with the least work that
-    holds it; those of similar work share a micro-batch. Raises PlanError for a document that a rank
-    does not hold.
+    Documents are spread over as few micro-batches as hold them, or the longest ones first fill one
+    or more that take no longer than their longest document; whichever takes least time. Raises
+    PlanError for a document that a rank does not hold.
     """
     longest = int(lengths.max())
     if longest > tokens_per_rank:
@@ -149,19 +151,61 @@ def place_balanced(
             f"a document of {longest:,} tokens fits on no rank of {tokens_per_rank:,} tokens "
             "whole: raise tokens_per_rank, or split it, as mode auto does"
         )
-    whole = np.ones_like(lengths)
-    time = alone_ns(profile, lengths, whole)
-    order = np.argsort(-time, kind="stable")
+    time = alone_ns(profile, lengths, np.ones_like(lengths))
+    slot = np.full_like(lengths, -1)
+    waiting = np.argsort(-time, kind="stable")
+    found: list[Assignment] = []
+    for first in range(MOST_OF_LONGEST + 1):
+        if len(waiting):
+            free_slots = first * ranks
+            spread = _spread(time[waiting], lengths[waiting], ranks, tokens_per_rank)
+            complete = slot.copy()
+            complete[waiting] = free_slots + spread
+            found.append(_whole_in(complete, ranks))
+            of_longest = _beside_longest(time[waiting], lengths[waiting], ranks, tokens_per_rank)
+            taken = of_longest >= 0
+            slot[waiting[taken]] = free_slots + of_longest[taken]
+            waiting = waiting[~taken]
+    times = [score(profile, lengths, each, ranks).makespan_ns for each in found]
+    return found[times.index(min(times))]
+
+
+def _whole_in(slot: Integers, ranks: int) -> Assignment:
+    """Returns the assignment of whole documents to slots: a slot is a rank in a micro-batch."""
+    forward = np.zeros(len(slot), dtype=bool)
+    return Assignment(slot // ranks, slot % ranks, np.ones_like(slot), forward)
+
+
+def _spread(time: Integers, lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
+    """Returns slots in as few micro-batches as hold the documents, given longest first: each goes
+    to the slot with the least work that holds it. Slots of similar work share a micro-batch."""
     micro_batches = fewest_micro_batches(lengths, ranks, tokens_per_rank)
     slots = None
     while slots is None:
         no_load = np.zeros(micro_batches * ranks, dtype=np.int64)
-        slots = emptiest_first(no_load, no_load + tokens_per_rank, time[order], lengths[order])
+        slots = emptiest_first(no_load, no_load + tokens_per_rank, time, lengths)
         micro_batches += 1
-    slot = np.empty_like(lengths)
-    slot[order] = slots
-    total = np.bincount(slot, time)
+    total = np.bincount(slots, time)
     turn = np.empty(len(total), dtype=np.int64)
     turn[np.argsort(-total, kind="stable")] = np.arange(len(total))
-    forward = np.zeros(len(lengths), dtype=bool)
-    return Assignment(turn[slot] // ranks, turn[slot] % ranks, whole, forward)
+    result: Integers = turn[slots]
+    return result
+
+
+def _beside_longest(
+    time: Integers, lengths: Integers, ranks: int, tokens_per_rank: int
+) -> Integers:
+    """Returns slots in one micro-batch that takes no longer than the first document, given longest
+    first; -1 for documents that find no room there."""
+    load = np.zeros(ranks, dtype=np.int64)
+    free = np.full(ranks, tokens_per_rank, dtype=np.int64)
+    slots = np.full_like(lengths, -1)
+    limit = time[0]
+    for document, (cost, tokens) in enumerate(zip(time, lengths, strict=True)):
+        rank = int(np.where(free >= tokens, load, NEVER).argmin())
+        if free[rank] < tokens or load[rank] + cost > limit:
+            continue
+        slots[document] = rank
+        load[rank] += cost
+        free[rank] -= tokens
+    return slots

@@ -175,6 +175,17 @@ def test_balanced_ranks_have_equal_work_not_equal_tokens() -> None:
     assert plan.idle_share < 0.12
 
 
+def test_the_longest_documents_have_a_micro_batch_of_their_own_if_that_is_faster() -> None:
+    """Spread evenly over the slots of two micro-batches, the short ones would wait for the long one
+    in the first, and take as long again."""
+    lengths = [65_536, *[4096] * 45]
+    plan = plan_placed("x", place_balanced, lengths, ranks=3, tokens_per_rank=65_536, profile=H100)
+    beside, after = plan.micro_batches
+    assert (len(beside), len(after)) == (33, 13)
+    alone = make_plan([65_536], ranks=1, tokens_per_rank=65_536, profile=H100)
+    assert plan.makespan_s < 1.16 * alone.makespan_s, "1.26 times if spread"
+
+
 def test_a_document_that_no_rank_holds_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"9,001 tokens fits on no rank of 9,000 tokens whole: rais"
