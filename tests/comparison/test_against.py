@@ -42,6 +42,7 @@ from longctx.comparison.ways import AUTO, Way, read_ways
 from longctx.comparison.whole import (
     MAP_BATCH,
     StepShape,
+    _beside_longest,
     deal,
     epochs,
     pack_as_trl,
@@ -87,6 +88,11 @@ def test_rows_are_those_of_trl(lengths: list[int], row_tokens: int) -> None:
     assert of_documents == in_trl(lengths, row_tokens)
     assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
     assert all(sum(tokens for _, tokens in row) <= row_tokens for row in of_documents)
+
+
+def test_of_rows_with_equal_space_the_first_is_filled() -> None:
+    assert pack_as_trl([6, 6, 3, 2, 4], 10) == [[0, 4], [1, 2], [3]]
+    assert in_trl([6, 6, 3, 2, 4], 10) == [[(0, 6), (4, 4)], [(1, 6), (2, 3)], [(3, 2)]]
 
 
 def test_as_many_documents_are_packed_together_as_datasets_maps_at_once() -> None:
@@ -186,6 +192,14 @@ def test_the_longest_documents_have_a_micro_batch_of_their_own_if_that_is_faster
     assert plan.makespan_s < 1.16 * alone.makespan_s, "1.26 times if spread"
 
 
+def test_beside_the_longest_document_ranks_take_no_longer_and_no_more_tokens() -> None:
+    time = np.array([10, 6, 5, 4, 3])
+    few = np.ones_like(time)
+    assert _beside_longest(time, few, 2, 9).tolist() == [0, 1, -1, 1, -1]
+    tokens = np.array([1, 5, 4, 4, 3])
+    assert _beside_longest(time, tokens, 2, 8).tolist() == [0, 1, -1, -1, 1]
+
+
 def test_a_document_that_no_rank_holds_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"9,001 tokens fits on no rank of 9,000 tokens whole: rais"
@@ -235,6 +249,7 @@ def test_steps_of_packed_rows_count_every_token_once(
     times, shape = packed(documents, row_tokens)
     lengths = np.minimum(documents.all, row_tokens)
     rows = pack_as_trl(lengths.tolist(), row_tokens)
+    assert shape.rows_per_rank == max(1, 1024 // row_tokens)
     assert len(times.steps) * shape.rows == times.rows
     assert all(step.shape == (shape.micro_batches, ranks) for step in times.steps)
     whole, rest = divmod(times.rows, len(rows))
