@@ -51,6 +51,7 @@ from longctx.comparison.whole import (
     row_ns,
 )
 from longctx.config import load
+from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.memory.fitting import RunMemory
 from longctx.planning.check import check_plan
@@ -485,7 +486,7 @@ def test_steps_have_a_row_of_the_longest_document_for_each_rank(
     """By default, of files and mixes; --global-tokens is what the user says."""
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(["9000", *["50"] * 4000]))
-    given = ("--lengths", str(path), "--ranks", "2", "--tokens-per-rank", "5000", "--json")
+    given = ("--lengths", str(path), "--ranks", "8", "--tokens-per-rank", "1500", "--json")
     against_trl = ("--against", "trl-packing", "--steps", "3")
 
     def step_tokens(*more: str) -> list[float]:
@@ -493,12 +494,23 @@ def test_steps_have_a_row_of_the_longest_document_for_each_rank(
         return [each["step_tokens"] for each in json.loads(capsys.readouterr().out)["against"]]
 
     ours, *packed_rows = step_tokens()
-    assert ours == pytest.approx(2 * 20_000, rel=0.3)
+    assert ours == pytest.approx(8 * 9000, rel=0.1), "not 8 × 4 × 1500"
     assert packed_rows == pytest.approx([ours] * 2, rel=0.3)
     assert step_tokens("--global-tokens", "9500")[0] < 20_000
     assert compare("--mix", "magi_192k", "--ranks", "2", "--json", *against_trl) == 0
     ours, trl, _ = (each["step_tokens"] for each in json.loads(capsys.readouterr().out)["against"])
     assert ours == pytest.approx(2 * 65_536, rel=0.4) and trl == pytest.approx(ours, rel=0.4)
+
+
+def test_rows_of_a_store_hold_its_longest_document(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = int(Store.open(store).lengths.max())
+    given = ("--lengths", str(store), "--ranks", "2", "--tokens-per-rank", str(longest), "--json")
+    assert compare(*given, "--against", "trl-packing", "--steps", "2") == 0
+    rows = json.loads(capsys.readouterr().out)["against"]
+    assert [each["way"] for each in rows][1:] == [f"trl-packing:{longest}"] * 2
+    assert rows[0]["step_tokens"] > 0.9 * 8 * longest
 
 
 @pytest.mark.parametrize("name", mix_names())
