@@ -1,7 +1,7 @@
 """Writes the figures of README.md and of pages of docs/ from bench/results, between their `figures`
 comments.
 
-    python bench/figures.py            # after bench/plan.py, bench/scaling.py or bench/cluster.py
+    python bench/figures.py            # after bench/plan.py, bench/against.py, bench/scaling.py ..
     python bench/figures.py --check    # exits with 1 if a page has other figures
 
 All speedups are those of longctx's mode auto, predicted by the cost model unless a table says
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from figures_against import OF_AGAINST
 from figures_of_pages import OF_PAGES, Row, rows_of, to, trainer_trees_gains, wrapped
 from harness import RESULTS, markdown, speedups
 from longctx.comparison.modelled import PlannerRow, over_fixed_without_barriers
@@ -359,6 +360,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "gaps": gaps_table,
     "planning": planning_table,
     "emulated": emulated_table,
+    **OF_AGAINST,
     **OF_PAGES,
 }
 

@@ -1,6 +1,7 @@
 """`longctx compare`: compares dynamic with static degrees on the same documents, by one cost model.
 
 The main baseline is fixed static: one degree for all steps, as in trainers without dynamic degrees.
+With --against, those are compared that people have today: TRL's packing and others.
 Lengths come from a named mix, a file, a store or groups. Plans are scored, nothing is trained:
 `longctx measure` trains.
 """
@@ -8,7 +9,8 @@ Lengths come from a named mix, a file, a store or groups. Plans are scored, noth
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from longctx.commands.lengths import (
@@ -19,10 +21,14 @@ from longctx.commands.lengths import (
     open_source,
 )
 from longctx.commands.output import a_path, check_writable, progress_bar, write_csv
+from longctx.comparison.ways import Way, known_ways, read_ways
+from longctx.errors import UserError
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
+    from longctx.comparison.against import AgainstRow, Job
     from longctx.comparison.modelled import Case, PlannerRow
+    from longctx.comparison.room import Room
     from longctx.comparison.steps import LengthSource
     from longctx.planning.hardware_profile import HardwareProfile
 
@@ -31,6 +37,9 @@ DEFAULT_RANKS = (8, 64, 256, 1024)
 DEFAULT_STEPS = 3
 DETAILED = 64
 """Number of ranks shown in detail; otherwise the nearest one given."""
+AGAINST_RANKS = (8,)
+AGAINST_STEPS = 16
+"""Default ranks and steps with --against."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="static:DEGREE",
         help="fixed static baseline: the degree in use today, for all steps (default: the "
         "smallest power of two that holds the longest document)",
+    )
+    parser.add_argument(
+        "--against",
+        type=parse_against,
+        metavar="WAY,..",
+        help=f"what longctx gains over the way in use today, several by commas: {known_ways()} "
+        f"(auto: what fits; defaults with it: --ranks {AGAINST_RANKS[0]}, --steps {AGAINST_STEPS}, "
+        "and steps that have a row of the longest document for each rank)",
     )
     parser.add_argument(
         "--long-documents",
@@ -82,7 +99,25 @@ def parse_baseline(text: str) -> int:
     return degree
 
 
+def parse_against(text: str) -> "Against":
+    """Parses `trl-packing,cp:8`."""
+    try:
+        return Against(read_ways(text), best=text.strip() == "auto")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Against:
+    """Ways to compare with; with `best` the answer is for the fastest of them that fits."""
+
+    ways: tuple[Way, ...]
+    best: bool
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.against is not None:
+        return _run_against(arguments)
     from longctx.comparison.modelled import compare_case, mean_rows
     from longctx.training.run_profile import preset_profile
 
@@ -118,8 +153,89 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _run_against(arguments: argparse.Namespace) -> int:
+    """Compares with the ways that --against names, on every number of ranks."""
+    from longctx.comparison.against import compare_with
+    from longctx.comparison.room import Room
+    from longctx.training.run_profile import preset_profile
+
+    if arguments.baseline is not None:
+        raise UserError(
+            f"--baseline static:{arguments.baseline} does not go with --against: write --against "
+            f"cp:{arguments.baseline}"
+        )
+    check_writable(arguments.csv)
+    named = preset_profile(arguments.profile, arguments.model)
+    if arguments.steps is None:
+        arguments.steps = AGAINST_STEPS
+    all_ranks = arguments.ranks or AGAINST_RANKS
+    found = []
+    with progress_bar() as show:
+        for number, ranks in enumerate(all_ranks):
+            show(f"planning {ranks} ranks", number / len(all_ranks))
+            arguments.ranks = (ranks,)
+            source, steps, changed = _cases(
+                arguments, named.profile, most_of_row=ranks * arguments.tokens_per_rank
+            )
+            room = Room.of(arguments.profile, arguments.model, ranks)
+            job = _job(steps, named.profile, room, arguments.seed or 0)
+            rows = compare_with(arguments.against.ways, job)
+            found.append((rows, "; ".join([source.words, *changed])))
+    written = [{**asdict(row), "fits": row.fits} for rows, _ in found for row in rows]
+    if arguments.csv:
+        write_csv(arguments.csv, written)
+    if arguments.json:
+        print("\n".join(named.lines), file=sys.stderr)
+        print(json.dumps({"version": 1, "against": written}))
+        return 0
+    for rows, source_words in found:
+        _print_against(arguments, rows, source_words, named.lines)
+    return 0
+
+
+def _job(
+    steps: "Sequence[Case]", profile: "HardwareProfile", room: "Room | None", seed: int
+) -> "Job":
+    """Returns the steps of one number of ranks as a job."""
+    from longctx.comparison.against import Job
+
+    first = steps[0]
+    return Job(
+        steps=tuple(case.lengths for case in steps),
+        longest=first.longest or max(max(case.lengths) for case in steps),
+        ranks=first.ranks,
+        tokens_per_rank=first.tokens_per_rank,
+        profile=profile,
+        room=room,
+        single_degree=first.single_degree,
+        seed=seed,
+    )
+
+
+def _print_against(
+    arguments: argparse.Namespace,
+    rows: "Sequence[AgainstRow]",
+    source: str,
+    notes: Sequence[str],
+) -> None:
+    from rich.console import Console
+
+    from longctx.comparison.against_table import best_sentence, print_against, sentence
+
+    whose = "on your lengths"
+    if arguments.mix:
+        whose = f"on the mix {arguments.mix}"
+    said = sentence(rows, whose)
+    if arguments.against.best:
+        said = best_sentence(rows, whose)
+    print_against(rows, said, source, notes, Console())
+
+
 def _cases(
-    arguments: argparse.Namespace, profile: "HardwareProfile"
+    arguments: argparse.Namespace,
+    profile: "HardwareProfile",
+    *,
+    most_of_row: int | None = None,
 ) -> tuple["LengthSource", list["Case"], list[str]]:
     """Returns the source of the steps, the steps, and notes on documents that were split or
     dropped."""
@@ -129,7 +245,13 @@ def _cases(
         "error" if kind_of_source(arguments) == "file" else "split"
     )
     steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
-    source = open_source(arguments, arguments.tokens_per_rank, steps, long_documents)
+    source = open_source(
+        arguments,
+        arguments.tokens_per_rank,
+        steps,
+        long_documents,
+        most_of_row=most_of_row,
+    )
     cases, changed = make_cases(
         source,
         arguments.ranks or DEFAULT_RANKS,

@@ -2,12 +2,13 @@
 these name."""
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands.output import a_name, a_path
-from longctx.comparison.mixes import mix_names
+from longctx.comparison.mixes import load_mix, mix_names
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.hardware_profile import shipped_profiles
@@ -112,10 +113,17 @@ def open_source(
     steps: int,
     long_documents: str,
     kinds: Mapping[str, tuple[str, ...]] = KINDS,
+    *,
+    most_of_row: int | None = None,
 ) -> "LengthSource":
     """Returns the source of the lengths of `steps` steps. Raises UserError for an option that it
-    does not support."""
+    does not support.
+
+    With `most_of_row`, steps have by default at least as many tokens as rows of the longest
+    document, or of so many tokens, one for each rank.
+    """
     from longctx.comparison.steps import file_source, mix_source, store_source
+    from longctx.data.store.store import Store
 
     refuse_other_kinds(arguments, kinds)
     if steps < 1:
@@ -123,29 +131,41 @@ def open_source(
     kind = kind_of_source(arguments)
     seed = arguments.seed or 0
     if kind == "mix":
+        documents_per_rank = DOCUMENTS_PER_RANK
+        if most_of_row is not None:
+            mix = load_mix(arguments.mix)
+            tokens = max(MICRO_BATCHES * tokens_per_rank, min(mix.longest, most_of_row))
+            documents_per_rank = math.ceil(tokens / mix.mean)
         return mix_source(
             arguments.mix,
             arguments.documents,
-            documents_per_rank=DOCUMENTS_PER_RANK,
+            documents_per_rank=documents_per_rank,
             seed=seed,
             steps=steps,
         )
 
+    row_tokens = 0
+
     def global_tokens(ranks: int) -> int:
         tokens: int | None = arguments.global_tokens
-        if tokens is None:
-            return MICRO_BATCHES * ranks * tokens_per_rank
-        return tokens
+        if tokens is not None:
+            return tokens
+        return ranks * max(MICRO_BATCHES * tokens_per_rank, row_tokens)
 
     if kind == "file":
+        lengths = read_lengths(arguments.lengths)
+        if most_of_row is not None:
+            row_tokens = min(max(lengths), most_of_row)
         return file_source(
-            read_lengths(arguments.lengths),
+            lengths,
             str(arguments.lengths),
             global_tokens=global_tokens,
             seed=seed,
             steps=steps,
             long_documents=long_documents,
         )
+    if most_of_row is not None:
+        row_tokens = min(int(Store.open(arguments.lengths).lengths.max()), most_of_row)
     return store_source(
         arguments.lengths, global_tokens, seed=seed, steps=steps, long_documents=long_documents
     )

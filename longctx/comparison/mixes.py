@@ -37,6 +37,14 @@ class Mix:
     def longest(self) -> int:
         return self.high[-1] - 1
 
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a document, if lengths are log-uniform in each bin."""
+        low = np.array(self.low, dtype=np.float64)
+        high = np.array(self.high, dtype=np.float64)
+        means = (high - low) / np.log(high / low)
+        return float(np.average(means, weights=self.documents))
+
     def draw(self, documents: int, seed: int) -> list[int]:
         """Draws lengths of `documents` documents; the same for the same seed on every machine.
         Raises UserError."""
