@@ -31,7 +31,8 @@ from longctx.memory.fitting import RunMemory, changes_between
 from longctx.memory.model import Memory
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
-from longctx.training.run_profile import read_described, run_profile
+from longctx.training.described import read_described
+from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -84,7 +84,7 @@ def parse_baseline(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     from longctx.comparison.modelled import compare_case, mean_rows
-    from longctx.training.run_profile import preset_profile
+    from longctx.training.described import preset_profile
 
     check_writable(arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)

@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
-    from longctx.memory.fitting import RunMemory, as_override, changes_between
+    ranks = arguments.gpus
+    config = load(arguments.config, arguments.overrides, world_size=ranks)
+    from longctx.memory.fitting import RunMemory, as_override, changes_between  # and torch
     from longctx.parallel.device import assumed, choose_device
     from longctx.training.run_profile import run_profile
 
-    ranks = arguments.gpus
-    config = load(arguments.config, arguments.overrides, world_size=ranks)
     store, spec = _store_and_spec(config)
     of_run = RunMemory(spec, store, ranks, choose_device(config.train.device, 0).type == "cuda")
     memory = of_run.peak(config)

@@ -94,11 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    _check_options(arguments)
     from longctx.data.store.store import Store
-    from longctx.training.checks import checks_of
+    from longctx.training.checks import checks_of  # and torch, which takes seconds
     from longctx.training.data import RunData
 
-    ranks = _checked(arguments)
+    ranks = _processes(arguments)
     model_name = Path(arguments.model).resolve().name
     data_name = prepare.default_name(arguments.data or "lengths")
     name = f"{model_name}-{data_name}"
@@ -108,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         from longctx.commands.dry_run import dry_run, stand_in_store
 
         lengths = stand_in_store(arguments, chosen)
-        assert lengths is not None, "see `_checked`"
+        assert lengths is not None, "see `_check_options`"
         lengths = _as_prepared(lengths, arguments.long_documents, _longest(arguments, chosen))
         defaults = _defaults(arguments, chosen, store=lengths, ranks=ranks, out=out)
         dry_run(
@@ -136,21 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
     return _train(config, settings, ranks)
 
 
-def _checked(arguments: argparse.Namespace) -> int:
-    """Returns the number of processes. Raises UserError for options that cannot be."""
-    import torch
-    from torch.distributed import is_torchelastic_launched
-
-    from longctx.parallel.environment import is_task, other_tasks
-
-    if is_torchelastic_launched():
-        raise UserError(
-            "torchrun started this process, but finetune starts its own: omit torchrun, and give "
-            "--processes; on several machines, use --prepare-only without torchrun, and then "
-            "torchrun .. -m longctx train OUT/finetune.yaml"
-        )
-    if is_task():
-        raise UserError(other_tasks())
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises UserError for options that cannot be."""
     given = stands_in(arguments)
     if arguments.data is None and not given:
         raise UserError(
@@ -169,10 +157,28 @@ def _checked(arguments: argparse.Namespace) -> int:
         )
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
         raise UserError(f"--epochs is {arguments.epochs}: must be a finite number above 0")
-    ranks: int = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
-    if ranks < 1:
-        raise UserError(f"--processes is {ranks}: must be at least 1")
-    return ranks
+    if arguments.processes is not None and arguments.processes < 1:
+        raise UserError(f"--processes is {arguments.processes}: must be at least 1")
+
+
+def _processes(arguments: argparse.Namespace) -> int:
+    """Returns the number of processes to start. Raises UserError in a process that a launcher
+    started."""
+    import torch
+    from torch.distributed import is_torchelastic_launched
+
+    from longctx.parallel.environment import is_task, other_tasks
+
+    if is_torchelastic_launched():
+        raise UserError(
+            "torchrun started this process, but finetune starts its own: omit torchrun, and give "
+            "--processes; on several machines, use --prepare-only without torchrun, and then "
+            "torchrun .. -m longctx train OUT/finetune.yaml"
+        )
+    if is_task():
+        raise UserError(other_tasks())
+    given: int | None = arguments.processes
+    return given or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
 
 
 def _given(arguments: argparse.Namespace, out: Path) -> Config:

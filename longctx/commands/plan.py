@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.planning.cost.bounds import tight_bound_s
     from longctx.planning.planners.bins import derived_bins
     from longctx.planning.planners.planner import make_plan
-    from longctx.training.run_profile import preset_profile
+    from longctx.training.described import preset_profile
 
     check_picture(arguments.png)
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks)

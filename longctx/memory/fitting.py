@@ -24,8 +24,9 @@ from longctx.parallel.host_memory import free_bytes
 from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.spec import RECOMPUTE_MODES, ModelSpec
 from longctx.training.data import first_plans
+from longctx.training.described import read_described
 from longctx.training.run import Run
-from longctx.training.run_profile import default_profile, own_device, read_described
+from longctx.training.run_profile import default_profile, own_device
 from longctx.units import format_bytes
 
 PLANNED_STEPS = 2

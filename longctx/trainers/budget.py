@@ -26,7 +26,8 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.kinds import Traits
 from longctx.trainers.prepared import prepared
 from longctx.trainers.refusals import TrainerError
-from longctx.training.run_profile import RunProfile, scaled_profile
+from longctx.training.described import RunProfile
+from longctx.training.run_profile import scaled_profile
 from longctx.units import format_bytes
 
 UNIT = 1024

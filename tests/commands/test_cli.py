@@ -55,6 +55,56 @@ def test_help_lists_every_command_without_importing_torch() -> None:
         assert len(line.split()) > 2, "a command has a summary"
 
 
+REFUSED = [
+    "train --nope",
+    "train --batch.foo 1",
+    "train no.yaml --dry-run",
+    "train --dry-run --gpus 0",
+    "train --mix wlb_128k",
+    "train --trace-steps x",
+    "finetune model",
+    "finetune model data --lora 0",
+    "eval run --documents 0",
+    "export run out --max-shard-size x",
+    "plan --lengths no.txt --ranks 8",
+    "compare --lengths no.txt",
+    "measure no.yaml",
+    "check-step no.py",
+    "check-step --data no.py --probe x",
+    "calibrate no.yaml",
+    "estimate --gpus 0",
+    "estimate --batch.foo 1",
+    "config nope",
+]
+
+
+def test_help_plans_and_refusals_come_before_torch_is_imported(tmp_path: Path) -> None:
+    """It takes seconds, which nobody waits for who has mistyped an option."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("3000\n" * 9)
+    told = [f"{name} --help" for name in cli.COMMANDS]
+    told.append(f"plan --lengths {lengths} --ranks 8 --tokens-per-rank 2048 --model llama-3.1-8b")
+    code = f"""
+import sys
+from longctx.cli import main
+
+def status(command):
+    try:
+        return main(command.split())
+    except SystemExit as end:
+        return end.code
+
+for command in {told!r}:
+    assert status(command) == 0, command
+    assert "torch" not in sys.modules, command
+for command in {REFUSED!r}:
+    assert status(command) == 2, command
+    assert "torch" not in sys.modules, command
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_help_with_one_default_per_option(
     name: str, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longctx.attention.inputs import Queries
 from longctx.cli import main
+from longctx.commands.train import parse_steps
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.model.decoder import Decoder
@@ -20,7 +21,7 @@ from longctx.parallel.recompute import apply_recompute
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import StepMetrics, device_peak, model_flops, peak_flops
-from longctx.training.trace import Tracer, parse_steps
+from longctx.training.trace import Tracer
 from tests.training_cases import start
 from tests.workers import Workers
 
