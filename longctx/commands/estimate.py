@@ -1,21 +1,26 @@
-"""`longctx estimate`: says whether a run fits, its peak memory per rank by part, and other choices
-of settings."""
+"""`longctx estimate`: the verdict on a run first, then its peak memory per rank by part, and other
+choices of settings."""
 
 import argparse
 import json
 from typing import TYPE_CHECKING
 
+from longctx.commands.lengths import add_stand_in_options
 from longctx.commands.output import a_path
 from longctx.config import Config, load, overview
 from longctx.errors import UserError
 from longctx.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from longctx.data.store.store import Store
-    from longctx.planning.cost.spec import ModelSpec
+    from longctx.memory.fitting import RunMemory, Settings
+    from longctx.memory.model import Memory
+    from longctx.memory.verdict import PredictedRun, Verdict
 
 SUMMARY = (
-    "Say whether a run fits: peak memory per rank, as configured and for other choices of settings"
+    "Say whether a run fits and how long it takes: memory by part, and other choices of settings"
 )
 CHEAPEST = 3
 """Choices that are shown without --all."""
@@ -43,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show every choice of recomputation and resharding, also on more GPUs",
     )
     parser.add_argument("--json", action="store_true", help="print the estimate in bytes as JSON")
+    add_stand_in_options(parser, only="")
     parser.epilog = (
-        "The documents of the first steps are used if the store exists. Otherwise set "
-        "model.vocab_size; the estimate then is for a full rank\n"
-        "with its share of the longest document. For a run on GPUs, on a machine without one, add "
-        "--train.device cuda. Of a checkpoint, config.json is enough: --model.from_pretrained "
-        "FOLDER\n"
+        "Documents are those of --lengths or --mix, or of stores that the settings name; without "
+        "them, all have the maximum length.\n"
+        "For a run on GPUs, on a machine without one, add --train.device cuda. Of a checkpoint, "
+        "config.json is enough: --model.from_pretrained FOLDER\n"
         "\n" + overview()
     )
 
@@ -56,64 +61,121 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
-    ranks = arguments.gpus
-    config = load(arguments.config, arguments.overrides, world_size=ranks)
-    from longctx.memory.fitting import RunMemory, as_override, changes_between  # and torch
-    from longctx.parallel.device import assumed, choose_device
+    config = load(arguments.config, arguments.overrides, world_size=arguments.gpus)
+    # Imports torch, which takes seconds: settings may be wrong.
+    from longctx.commands.dry_run import on_gpus
+    from longctx.memory.fitting import RunMemory
+    from longctx.memory.verdict import predict
     from longctx.training.run_profile import run_profile
 
-    store, spec = _store_and_spec(config)
-    of_run = RunMemory(spec, store, ranks, choose_device(config.train.device, 0).type == "cuda")
-    memory = of_run.peak(config)
-    table = list(of_run.choices(config))
+    ranks = arguments.gpus
+    config, documents, known = _documents(config, arguments)
+    spec = config.model_source(documents.tokenizer.vocab_size).spec
+    of_run = RunMemory(spec, documents if known else None, ranks, on_gpus(config))
+    predicted = predict(config, of_run, documents)
+    choices = list(of_run.choices(config))
     if arguments.json:
-        rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in table]
-        print(
-            json.dumps(
-                {"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}
-            )
-        )
-        return 0
-    changes = changes_between(config, of_run.as_fitted(config))
-    print("\n".join(of_run.verdict(config, changes, memory)))
-    print(
-        f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} "
-        f"rank{'s' * (ranks > 1)}{assumed(config.train.device)}, "
-        f"{f'the first steps of {config.data.description}' if store else 'a full rank (no store)'}"
-    )
-    for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
-        if size:
-            print(f"  {name.replace('_', ' '):20}{format_bytes(size):>12}")
-    if not arguments.all:
-        available = of_run.available(config)[0]
-        table = [choice for choice in table if available is None or choice[1].total <= available][
-            :CHEAPEST
-        ]
-    print(
-        "every choice, fastest first"
-        if arguments.all
-        else "choices that fit, fastest first (--all: every choice)"
-    )
-    for settings, choice in table:
-        overrides = " ".join(as_override(name, value) for name, value in settings.items())
-        print(f"  {overrides:86}{format_bytes(choice.total):>12}")
-    print("not counted: the process, its libraries and memory fragmentation")
-    print("\n".join(run_profile(config, ranks, spec.vocab_size).lines))
+        _print_json(predicted, of_run.peak(config), ranks, choices)
+    else:
+        _print_run(predicted, of_run, documents)
+        _print_choices(choices, predicted.verdict, all_of_them=arguments.all)
+        print("not counted: the process, its libraries and memory fragmentation")
+        profile = run_profile(predicted.config, ranks, spec.vocab_size)
+        print("\n".join(profile.lines))
     return 0
 
 
-def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
-    from longctx.training.checks import check_weights
-    from longctx.training.data import RunData
+def _documents(config: Config, arguments: argparse.Namespace) -> "tuple[Config, Store, bool]":
+    """Returns the settings with the number of steps, the documents, and whether they are known.
 
-    if all(path.exists() for path in config.data.paths):
+    They are those of --lengths or --mix, or of stores that the settings name; otherwise of the
+    maximum length. A store that lies where the default would be is not read: nobody named it, and
+    the answer would change with the folder.
+    """
+    from longctx.commands.dry_run import stand_in_store, vocabulary_of
+    from longctx.memory.verdict import longest_documents
+    from longctx.training.checks import check_weights
+    from longctx.training.data import RunData, with_steps
+
+    ranks = arguments.gpus
+    store = stand_in_store(arguments, config)
+    named = "store" in config.data.model_fields_set
+    if store is None and named and all(path.exists() for path in config.data.paths):
         data = RunData.open(config)
         check_weights(config, data)
         store = data.store
-        return store, config.model_source(store.tokenizer.vocab_size).spec
-    if config.model_source().spec.vocab_size is None:
+    if store is not None:
+        return with_steps(config, store, ranks), store, True
+    vocabulary = vocabulary_of(config)
+    if vocabulary is None:
         raise UserError(
-            f"store {config.data.description} not found, and model.vocab_size is null: set "
-            "--model.vocab_size, or --data.store to an existing store"
+            f"there is no store at {config.data.description}, and model.preset "
+            f"{config.model.preset} has no published vocabulary: set --model.vocab_size; with "
+            "--mix wlb_128k or --lengths FILE it is an estimate for such documents"
         )
-    return None, config.model_source(config.model.vocab_size).spec
+    return config, longest_documents(config, ranks, vocabulary), False
+
+
+def _print_json(
+    predicted: "PredictedRun",
+    configured: "Memory",
+    ranks: int,
+    table: "Sequence[tuple[Settings, Memory]]",
+) -> None:
+    """Prints the peak as configured and as started, and the choices, in bytes."""
+    rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in table]
+    verdict = predicted.verdict
+    content = {
+        "version": 1,
+        "ranks": ranks,
+        "verdict": verdict.line(),
+        "fits": verdict.fits,
+        "available": verdict.available,
+        "step_s": verdict.step_s,
+        "step_tokens": verdict.step_tokens,
+        "configured": configured.to_json(),
+        "started": predicted.memory.to_json(),
+        "choices": rows,
+    }
+    print(json.dumps(content))
+
+
+def _print_run(predicted: "PredictedRun", of_run: "RunMemory", documents: "Store") -> None:
+    """Prints the verdict, what it is of, and the peak by part."""
+    from longctx.parallel.device import assumed
+
+    config = predicted.config
+    ranks = of_run.ranks
+    print("\n".join(predicted.lines()))
+    if of_run.store is None:
+        source = f"full ranks, {documents.description} (--mix or --lengths for others)"
+    else:
+        source = f"the first steps of {documents.description}"
+    print(
+        f"{format_count(of_run.spec.parameters)} parameters, computed in {config.dtype}, {ranks} "
+        f"rank{'s' * (ranks > 1)}{assumed(config.train.device)}, {source}"
+    )
+    print(f"memory of the fullest rank, at {predicted.memory.moment}:")
+    for name, size in sorted(predicted.memory.parts.items(), key=lambda part: -part[1]):
+        if size:
+            print(f"  {name.replace('_', ' '):20}{format_bytes(size):>12}")
+
+
+def _print_choices(
+    choices: "Sequence[tuple[Settings, Memory]]", verdict: "Verdict", *, all_of_them: bool
+) -> None:
+    """Prints all choices of settings, or the fastest that fit."""
+    from longctx.memory.fitting import as_override
+
+    available = verdict.available
+    if all_of_them:
+        print("every choice, fastest first")
+    else:
+        print("choices that fit, fastest first (--all: every choice)")
+        fitting = [
+            choice for choice in choices if available is None or choice[1].total <= available
+        ]
+        choices = fitting[:CHEAPEST]
+    for settings, memory in choices:
+        overrides = " ".join(as_override(name, value) for name, value in settings.items())
+        print(f"  {overrides:86}{format_bytes(memory.total):>12}")

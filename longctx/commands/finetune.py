@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
             lengths,
         )
         return 0
-    _prepare(arguments, chosen, out)
+    # The verdict is the first line of a dry run.
+    with redirect_stdout(sys.stderr if arguments.dry_run else sys.stdout):
+        _prepare(arguments, chosen, out)
     store = Store.open(out / "store")
     defaults = _defaults(arguments, chosen, store=store, ranks=ranks, out=out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)

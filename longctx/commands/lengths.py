@@ -47,17 +47,23 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_stand_in_options(parser: argparse.ArgumentParser) -> None:
+def add_stand_in_options(parser: argparse.ArgumentParser, only: str = "--dry-run: ") -> None:
+    """Adds lengths in place of data; `only` says with which option."""
     instead = parser.add_mutually_exclusive_group()
-    lengths = "--dry-run: lengths in place of data, one per line, or those of a store"
+    lengths = f"{only}lengths in place of data, one per line, or those of a store"
     instead.add_argument("--lengths", type=a_path, metavar="FILE|STORE", help=lengths)
-    mix = f"--dry-run: documents of a length mix in place of data: {', '.join(mix_names())}"
+    mix = f"{only}documents of a length mix in place of data: {', '.join(mix_names())}"
     instead.add_argument("--mix", metavar="NAME", help=mix)
+
+
+def lengths_given(arguments: argparse.Namespace) -> bool:
+    """Returns whether lengths are in place of data."""
+    return arguments.lengths is not None or arguments.mix is not None
 
 
 def stands_in(arguments: argparse.Namespace) -> bool:
     """Returns whether lengths are in place of data. Raises UserError if the run is not dry."""
-    given = arguments.lengths is not None or arguments.mix is not None
+    given = lengths_given(arguments)
     if given and not arguments.dry_run:
         raise UserError(
             "--lengths and --mix need --dry-run: lengths can be planned, but not trained on"
