@@ -3,16 +3,19 @@ choices of settings."""
 
 import argparse
 import json
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from longctx.commands.lengths import add_stand_in_options
 from longctx.commands.output import a_path
 from longctx.config import Config, load, overview
 from longctx.errors import UserError
+from longctx.hf.source import lines_on
+from longctx.model.published import config_alone
 from longctx.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from longctx.data.store.store import Store
     from longctx.memory.fitting import RunMemory, Settings
@@ -61,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
+    with config_alone():
+        _estimate(arguments)
+    return 0
+
+
+def _estimate(arguments: argparse.Namespace) -> None:
+    """Predicts a run, and prints what is predicted."""
     config = load(arguments.config, arguments.overrides, world_size=arguments.gpus)
     # Imports torch, which takes seconds: settings may be wrong.
     from longctx.commands.dry_run import on_gpus
@@ -70,19 +80,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     ranks = arguments.gpus
     config, documents, known = _documents(config, arguments)
-    spec = config.model_source(documents.tokenizer.vocab_size).spec
+    source = config.model_source(documents.tokenizer.vocab_size)
+    spec = source.spec
     of_run = RunMemory(spec, documents if known else None, ranks, on_gpus(config))
     predicted = predict(config, of_run, documents)
-    choices = list(of_run.choices(config))
+    choices = of_run.choices(config)
     if arguments.json:
         _print_json(predicted, of_run.peak(config), ranks, choices)
     else:
         _print_run(predicted, of_run, documents)
         _print_choices(choices, predicted.verdict, all_of_them=arguments.all)
+        longest = min(config.max_length(ranks), int(documents.lengths.max()))
+        for line in lines_on(source, config.model.from_pretrained, longest):
+            print(line)
         print("not counted: the process, its libraries and memory fragmentation")
         profile = run_profile(predicted.config, ranks, spec.vocab_size)
         print("\n".join(profile.lines))
-    return 0
 
 
 def _documents(config: Config, arguments: argparse.Namespace) -> "tuple[Config, Store, bool]":
@@ -120,10 +133,10 @@ def _print_json(
     predicted: "PredictedRun",
     configured: "Memory",
     ranks: int,
-    table: "Sequence[tuple[Settings, Memory]]",
+    choices: "Iterable[tuple[Settings, Memory]]",
 ) -> None:
     """Prints the peak as configured and as started, and the choices, in bytes."""
-    rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in table]
+    rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in choices]
     verdict = predicted.verdict
     content = {
         "version": 1,
@@ -162,9 +175,9 @@ def _print_run(predicted: "PredictedRun", of_run: "RunMemory", documents: "Store
 
 
 def _print_choices(
-    choices: "Sequence[tuple[Settings, Memory]]", verdict: "Verdict", *, all_of_them: bool
+    choices: "Iterable[tuple[Settings, Memory]]", verdict: "Verdict", *, all_of_them: bool
 ) -> None:
-    """Prints all choices of settings, or the fastest that fit."""
+    """Prints all choices of settings, or the fastest that fit: the others are not even planned."""
     from longctx.memory.fitting import as_override
 
     available = verdict.available
@@ -172,10 +185,12 @@ def _print_choices(
         print("every choice, fastest first")
     else:
         print("choices that fit, fastest first (--all: every choice)")
-        fitting = [
+        fitting = (
             choice for choice in choices if available is None or choice[1].total <= available
-        ]
-        choices = fitting[:CHEAPEST]
+        )
+        choices = list(islice(fitting, CHEAPEST))
+        if not choices:
+            print("  none of them alone")
     for settings, memory in choices:
         overrides = " ".join(as_override(name, value) for name, value in settings.items())
         print(f"  {overrides:86}{format_bytes(memory.total):>12}")

@@ -18,6 +18,7 @@ from longctx.config.problems import yaml_text
 from longctx.config.reading import Values
 from longctx.config.settings import LORA_RATE
 from longctx.errors import UserError, raise_together, shell
+from longctx.model.published import config_alone
 from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
 
@@ -96,6 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
+    if not arguments.dry_run:
+        return _finetune(arguments)
+    with config_alone():
+        return _finetune(arguments)
+
+
+def _finetune(arguments: argparse.Namespace) -> int:
+    """Prepares the data, and trains on them or predicts that. Returns the exit status."""
     from longctx.data.store.store import Store
     from longctx.training.checks import checks_of  # and torch, which takes seconds
     from longctx.training.data import RunData

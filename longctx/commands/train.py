@@ -7,6 +7,7 @@ from longctx.commands.lengths import add_stand_in_options, stands_in
 from longctx.commands.output import a_path
 from longctx.config import load, overview
 from longctx.errors import UserError
+from longctx.model.published import config_alone
 from longctx.paths import local_path
 from longctx.units import whole_number
 
@@ -74,17 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     world_size = Launch.read().world_size
     if arguments.dry_run:
-        numbers = [number for number in (arguments.gpus, arguments.processes) if number is not None]
-        ranks = numbers[0] if numbers else world_size
-        if ranks < 1:
-            raise UserError(
-                f"--{'gpus' if arguments.gpus is not None else 'processes'} is {ranks}: give 1 or "
-                "more"
-            )
-        config = load(arguments.config, arguments.overrides, world_size=ranks)
-        from longctx.commands.dry_run import dry_run, stand_in_store
-
-        dry_run(config, ranks, stand_in_store(arguments, config))
+        with config_alone():
+            _dry_run(arguments, world_size)
         return 0
     if arguments.gpus is not None:
         raise UserError(
@@ -104,6 +96,20 @@ def run(arguments: argparse.Namespace) -> int:
         continued=arguments.continued,
         trace_steps=traced,
     )
+
+
+def _dry_run(arguments: argparse.Namespace, world_size: int) -> None:
+    """Predicts the run on --gpus or --processes, or on the processes that there are."""
+    numbers = [number for number in (arguments.gpus, arguments.processes) if number is not None]
+    ranks = numbers[0] if numbers else world_size
+    if ranks < 1:
+        raise UserError(
+            f"--{'gpus' if arguments.gpus is not None else 'processes'} is {ranks}: give 1 or more"
+        )
+    config = load(arguments.config, arguments.overrides, world_size=ranks)
+    from longctx.commands.dry_run import dry_run, stand_in_store
+
+    dry_run(config, ranks, stand_in_store(arguments, config))
 
 
 def _step(resumed: str | bool | None, config: Path | None) -> tuple[int | None, Path | None]:

@@ -147,6 +147,41 @@ def test_every_command_says_one_verdict(
     )
 
 
+def test_predictions_download_no_weights(
+    repository: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where the hub cannot be reached, a checkpoint of a recipe has its published sizes; a run
+    is refused, also after the prediction in one process."""
+    wanted = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        wanted.append((name, allow_patterns))
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    path = tmp_path / "lengths.txt"
+    path.write_text("30000\n" + "700\n" * 2000)
+    recipe = str(repository / "examples/recipes/chat-lora-a100-80gb.yaml")
+    model = "meta-llama/Llama-3.1-8B-Instruct"
+    given = [recipe, "--gpus=2", f"--lengths={path}", "--batch.global_tokens=131072"]
+    shown = said(capsys, "estimate", *given)
+    assert shown.startswith("fits: ") and "of 74.51 GiB per A100 (" in shown
+    assert f"{model}: its published sizes, as its config cannot be downloaded (OSError)" in shown
+    dry = said(capsys, "train", "--dry-run", *given)
+    assert dry.splitlines()[0] == shown.splitlines()[0]
+    assert wanted == [(model, ["config.json"])]
+    finetuned = [model, f"--lengths={path}", "--processes=2", "--dry-run", "--lora=16"]
+    on_gpus = ["--train.device=cuda", "--context.profile=a100-80gb"]
+    assert said(capsys, "finetune", *finetuned, *on_gpus).startswith("fits: ")
+    assert said(capsys, "train", recipe).startswith("refused: ")
+    assert "*.safetensors" in wanted[-1][1]
+    another = said(capsys, "estimate", "--model.from_pretrained=some/other")
+    assert "some/other is not a local folder, and cannot be downloaded" in another
+
+
 @pytest.mark.slow
 def test_what_a_dry_run_without_a_store_is_told_to_type_is_a_plan(
     repository: Path, capsys: pytest.CaptureFixture[str]
