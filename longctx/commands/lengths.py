@@ -2,7 +2,6 @@
 these name."""
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,13 +116,12 @@ def open_source(
     tokens_per_rank: int,
     steps: int,
     long_documents: str,
-    kinds: Mapping[str, tuple[str, ...]] = KINDS,
 ) -> "LengthSource":
     """Returns the source of the lengths of `steps` steps. Raises UserError for an option that it
     does not support."""
     from longctx.comparison.steps import file_source, mix_source, store_source
 
-    refuse_other_kinds(arguments, kinds)
+    _refuse_other_kinds(arguments)
     if steps < 1:
         raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
     kind = kind_of_source(arguments)
@@ -157,12 +155,10 @@ def open_source(
     )
 
 
-def refuse_other_kinds(
-    arguments: argparse.Namespace, kinds: Mapping[str, tuple[str, ...]] = KINDS
-) -> None:
+def _refuse_other_kinds(arguments: argparse.Namespace) -> None:
     """Raises UserError for an option of another kind of source."""
     kind = kind_of_source(arguments)
-    for name, supported in kinds.items():
+    for name, supported in KINDS.items():
         if kind not in supported and getattr(arguments, name) is not None:
             option = name.replace("_", "-")
             kinds_of_it = " or ".join(supported)
