@@ -1,6 +1,7 @@
 """The command line: what it lists, what it imports, and how errors reach the user."""
 
 import argparse
+import json
 import re
 import runpy
 import subprocess
@@ -11,9 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 import longctx
 from longctx import cli
+from longctx.config.names import SETTINGS
+from longctx.config.run import SECTIONS
 from longctx.errors import UserError
 
 
@@ -117,6 +121,54 @@ def test_every_command_has_help_with_one_default_per_option(
     for entry in re.split(r"\n\n|\n  (?=-)", text):
         assert entry.count("(default") <= 1, f"a doubled default: {entry}"
     assert name != "plan" or "(default: " in text
+
+
+def test_shells_complete_commands_options_settings_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab")
+    assert cli.main(["--completion", "bash"]) == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "my run.yaml").write_text("")
+
+    def completed(*words: str) -> list[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        code = (
+            f"source {script}; COMP_WORDS=(longctx {line}); COMP_CWORD={len(words)}; "
+            'COMPREPLY=(); _shtab_longctx; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        process = subprocess.run(
+            ["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+        )
+        return process.stdout.split("\n")[:-1]
+
+    assert completed("est") == ["estimate"]
+    assert completed("train", "--batch.t") == ["--batch.tokens_per_rank"]
+    assert completed("finetune", "--proc") == ["--processes"]
+    assert completed("estimate", "--mi") == ["--mix"]
+    assert completed("train", "my") == ["my run.yaml"]
+    assert completed("plan", "--train.") == [""], "it takes no settings"
+
+
+def test_the_schema_knows_every_setting_and_no_other(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    known = set()
+    for section, content in schema["properties"].items():
+        reference, null = content["anyOf"]
+        assert null == {"type": "null"}, "a section whose lines are commented out"
+        of_section = schema["$defs"][reference["$ref"].removeprefix("#/$defs/")]
+        assert of_section["additionalProperties"] is False
+        assert of_section["properties"].keys() == SECTIONS[section].model_fields.keys()
+        known |= {f"{section}.{name}" for name in of_section["properties"]}
+        assert all(each["description"] for each in of_section["properties"].values())
+    assert known == SETTINGS.keys()
+    for file in (repository / "examples" / "recipes").glob("*.yaml"):
+        assert yaml.safe_load(file.read_text()).keys() <= schema["properties"].keys(), file
+    assert cli.main(["config", "--schema", "train"]) == 2
 
 
 def test_config_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:

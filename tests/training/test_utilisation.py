@@ -191,10 +191,9 @@ def test_utilisation_and_times_of_a_step(workers: Workers, shorts: Path, tmp_pat
             2 * 1e10 * step.step_time_s
         )
         assert least <= step.mfu <= model_flops(spec, [step.tokens]) / (2 * 1e10 * step.step_time_s)
-        assert (
-            f" mfu {step.mfu:.1%} " in step.console(2, 1.0)
-            and "mfu" not in replace(step, mfu=None).console(2, 1.0)
-        )
+        assert f" mfu {step.mfu:.1%} " in step.console(2, 1.0) and "mfu" not in replace(
+            step, mfu=None
+        ).console(2, 1.0)
         assert min(step.attention_s, step.exchange_wait_s, step.optimizer_s) > 0 <= step.rest_s
         # The optimizer's is of the step before.
         of_this_step = step.attention_s + step.exchange_wait_s + step.rest_s
