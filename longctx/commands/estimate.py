@@ -4,7 +4,7 @@ choices of settings."""
 import argparse
 import json
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longctx.commands.lengths import add_stand_in_options
 from longctx.commands.output import a_path
@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the estimate in bytes as JSON")
     add_stand_in_options(parser, only="")
+    parser.add_argument(
+        "--trl",
+        choices=("ddp", "fsdp2"),
+        help="of TRL's SFTTrainer with dynamic_context_parallel, on GPUs, which shards nothing "
+        "(ddp) or weights and optimizer (fsdp2)",
+    )
     parser.epilog = (
         "Documents are those of --lengths or --mix, or of stores that the settings name; without "
         "them, all have the maximum length.\n"
@@ -65,8 +71,38 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
     with config_alone():
-        _estimate(arguments)
+        if arguments.trl is None:
+            _estimate(arguments)
+        else:
+            _estimate_trl(arguments)
     return 0
+
+
+def _estimate_trl(arguments: argparse.Namespace) -> None:
+    """Predicts a trainer of TRL, and prints what is predicted."""
+    ranks = arguments.gpus
+    overrides = ["train.device=cuda", *arguments.overrides]
+    config = load(arguments.config, overrides)  # without rules on processes of `longctx train`
+    if config.model.from_pretrained is None:
+        raise UserError("--trl is of a checkpoint: set --model.from_pretrained OWNER/NAME")
+    if arguments.all:
+        raise UserError("--all is of `longctx train`, whose settings trainers lack: omit it")
+    documents = _documents(config, arguments)
+    from longctx.trainers.prediction import predict_trl
+
+    source = config.model_source()
+    predicted = predict_trl(config, source.spec, documents, ranks, arguments.trl)
+    if arguments.json:
+        print(json.dumps(_verdict_json(predicted.verdict, ranks)))
+        return
+    longest = int(predicted.documents.lengths.max())
+    print(
+        *predicted.lines(),
+        f"steps of {predicted.documents.description}, of {config.batch.global_tokens:,} tokens",
+        *lines_on(source, config.model.from_pretrained, longest),
+        *predicted.named.lines,
+        sep="\n",
+    )
 
 
 def _estimate(arguments: argparse.Namespace) -> None:
@@ -75,14 +111,21 @@ def _estimate(arguments: argparse.Namespace) -> None:
     # Imports torch, which takes seconds: settings may be wrong.
     from longctx.commands.dry_run import on_gpus
     from longctx.memory.fitting import RunMemory
-    from longctx.memory.verdict import predict
+    from longctx.memory.verdict import longest_documents, predict
+    from longctx.training.data import with_steps
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.gpus
-    config, documents, known = _documents(config, arguments)
+    found = _documents(config, arguments)
+    documents: Store
+    if found is None:
+        documents = longest_documents(config, ranks, _vocabulary(config))
+    else:
+        documents = found
+        config = with_steps(config, documents, ranks)
     source = config.model_source(documents.tokenizer.vocab_size)
     spec = source.spec
-    of_run = RunMemory(spec, documents if known else None, ranks, on_gpus(config))
+    of_run = RunMemory(spec, found, ranks, on_gpus(config))
     predicted = predict(config, of_run, documents)
     choices = of_run.choices(config)
     if arguments.json:
@@ -98,27 +141,33 @@ def _estimate(arguments: argparse.Namespace) -> None:
         print("\n".join(profile.lines))
 
 
-def _documents(config: Config, arguments: argparse.Namespace) -> "tuple[Config, Store, bool]":
-    """Returns the settings with the number of steps, the documents, and whether they are known.
+def _documents(config: Config, arguments: argparse.Namespace) -> "Store | None":
+    """Returns the documents of --lengths or --mix, or of stores that the settings name; otherwise
+    None.
 
-    They are those of --lengths or --mix, or of stores that the settings name; otherwise of the
-    maximum length. A store that lies where the default would be is not read: nobody named it, and
-    the answer would change with the folder.
+    A store that lies where the default would be is not read: nobody named it, and the answer would
+    change with the folder.
     """
-    from longctx.commands.dry_run import stand_in_store, vocabulary_of
-    from longctx.memory.verdict import longest_documents
+    from longctx.commands.dry_run import stand_in_store
     from longctx.training.checks import check_weights
-    from longctx.training.data import RunData, with_steps
+    from longctx.training.data import RunData
 
-    ranks = arguments.gpus
-    store = stand_in_store(arguments, config)
+    lengths = stand_in_store(arguments, config)
+    if lengths is not None:
+        return lengths
     named = "store" in config.data.model_fields_set
-    if store is None and named and all(path.exists() for path in config.data.paths):
-        data = RunData.open(config)
-        check_weights(config, data)
-        store = data.store
-    if store is not None:
-        return with_steps(config, store, ranks), store, True
+    if not named or not all(path.exists() for path in config.data.paths):
+        return None
+    data = RunData.open(config)
+    check_weights(config, data)
+    return data.store
+
+
+def _vocabulary(config: Config) -> int:
+    """Returns the entries of the embedding without a store. Raises UserError if nobody knows
+    them."""
+    from longctx.commands.dry_run import vocabulary_of
+
     vocabulary = vocabulary_of(config)
     if vocabulary is None:
         raise UserError(
@@ -126,7 +175,7 @@ def _documents(config: Config, arguments: argparse.Namespace) -> "tuple[Config, 
             f"{config.model.preset} has no published vocabulary: set --model.vocab_size; with "
             "--mix wlb_128k or --lengths FILE it is an estimate for such documents"
         )
-    return config, longest_documents(config, ranks, vocabulary), False
+    return vocabulary
 
 
 def _print_json(
@@ -137,20 +186,26 @@ def _print_json(
 ) -> None:
     """Prints the peak as configured and as started, and the choices, in bytes."""
     rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in choices]
-    verdict = predicted.verdict
     content = {
-        "version": 1,
-        "ranks": ranks,
-        "verdict": verdict.line(),
-        "fits": verdict.fits,
-        "available": verdict.available,
-        "step_s": verdict.step_s,
-        "step_tokens": verdict.step_tokens,
+        **_verdict_json(predicted.verdict, ranks),
         "configured": configured.to_json(),
         "started": predicted.memory.to_json(),
         "choices": rows,
     }
     print(json.dumps(content))
+
+
+def _verdict_json(verdict: "Verdict", ranks: int) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "ranks": ranks,
+        "verdict": verdict.line(),
+        "fits": verdict.fits,
+        "needed": verdict.needed,
+        "available": verdict.available,
+        "step_s": verdict.step_s,
+        "step_tokens": verdict.step_tokens,
+    }
 
 
 def _print_run(predicted: "PredictedRun", of_run: "RunMemory", documents: "Store") -> None:

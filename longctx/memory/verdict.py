@@ -109,24 +109,32 @@ def predict(given: Config, of_run: RunMemory, documents: Store) -> PredictedRun:
     else:
         found = list(loads(plans, config))
         memory = estimate(of_run.spec, config, of_run.ranks, found, fused=of_run.fused)
-    available, of = of_run.available(config)
-    verdict = Verdict(
-        needed=memory.total,
-        available=available,
-        of=of,
-        chosen=chosen(config, plans),
-        step_s=sum(plan.makespan_s for plan in plans) / len(plans),
-        step_tokens=sum(sum(plan.lengths) for plan in plans) / len(plans),
-        steps=None if config.train.epochs else config.train.steps,
-        ranks=of_run.ranks,
-        rank="GPU" if of_run.fused else "process",
-    )
+    verdict = verdict_of(config, of_run, plans, memory.total, chosen(config, plans))
+    available = verdict.available
     remark = changes_between(given, config)
     if remark:
         remark += ", by itself"
     elif available is not None and not verdict.fits:
         remark = of_run.way_out(config, available)
     return PredictedRun(config, plans, memory, verdict, remark)
+
+
+def verdict_of(
+    config: Config, of_run: RunMemory, plans: Sequence[Plan], needed: int, chosen: str
+) -> Verdict:
+    """Returns the verdict on a run whose fullest rank needs so many bytes, by its first plans."""
+    available, of = of_run.available(config)
+    return Verdict(
+        needed=needed,
+        available=available,
+        of=of,
+        chosen=chosen,
+        step_s=sum(plan.makespan_s for plan in plans) / len(plans),
+        step_tokens=sum(sum(plan.lengths) for plan in plans) / len(plans),
+        steps=None if config.train.epochs else config.train.steps,
+        ranks=of_run.ranks,
+        rank="GPU" if of_run.fused else "process",
+    )
 
 
 def chosen(config: Config, plans: Sequence[Plan]) -> str:
