@@ -38,7 +38,7 @@ help:  ## Show this list
 	@echo '  Variables: PYTHON=python3.12  PROCESSES=4  CONFIG=examples/quickstart.yaml  RUN=runs/mine  PYTEST_ARGS="tests/config/test_config.py -v"'
 
 about-train:
-	@echo "make train: about 5 minutes on two cores, and 100 MB in stores/ and runs/; installing before, once: 2 to 5 minutes"
+	@echo "make train: about 5 minutes on two cores, and 50 MB in stores/ and runs/; installing before, once: 2 to 5 minutes"
 
 train: about-train $(VENV)/installed  ## Train a small model on this Python's own standard library, on four processes: minutes
 	$(BIN)/longctx prepare

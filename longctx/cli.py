@@ -20,6 +20,7 @@ import argparse
 import difflib
 import importlib
 import io
+import logging
 import os
 import re
 import sys
@@ -52,6 +53,10 @@ PROCESSES_HELP = (
     "start torchrun on each)"
 )
 
+NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers that warn of themselves when transformers is imported, before the first line of a
+command, on every rank."""
+
 _OVERRIDE = re.compile(r"--[A-Za-z_-]+\.[^=\s]+(=.*)?", re.DOTALL)
 
 
@@ -59,7 +64,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        shown = action.option_strings and action.default not in (None, False, argparse.SUPPRESS)
+        shown = action.option_strings and action.default not in (None, False, [], argparse.SUPPRESS)
         if action.help and shown and "%(default)" not in action.help:
             return f"{action.help} (default: %(default)s)"
         return action.help
@@ -123,6 +128,8 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(name: str, argv: list[str]) -> int:
+    for logger in NOISY:
+        logging.getLogger(logger).setLevel(logging.ERROR)
     module = _module(name)
     command = [name, *argv]
     parser = argparse.ArgumentParser(

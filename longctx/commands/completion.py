@@ -1,6 +1,7 @@
 """Completion of the command line by shells, as shtab writes it."""
 
 import argparse
+from typing import Any
 
 from longctx.commands.output import a_name, a_path
 from longctx.config.names import FIELDS
@@ -29,8 +30,8 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     return written
 
 
-def _complete_files(parser: argparse.ArgumentParser, file: dict[str, str]) -> None:
-    """Marks arguments that are paths, of a parser and its subparsers, to be completed as files."""
+def _complete_files(parser: argparse.ArgumentParser, file: Any) -> None:
+    """Marks arguments that are paths, of a parser and its subparsers, to be completed as shtab's `file`."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

@@ -105,16 +105,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _finetune(arguments: argparse.Namespace) -> int:
     """Prepares the data, and trains on them or predicts that. Returns the exit status."""
-    from longctx.data.store.store import Store
-    from longctx.training.checks import checks_of  # and torch, which takes seconds
-    from longctx.training.data import RunData
-
-    ranks = _processes(arguments)
     model_name = Path(arguments.model).resolve().name
     data_name = prepare.default_name(arguments.data or "lengths")
     name = f"{model_name}-{data_name}"
     out = arguments.out or Path("runs", name)
     chosen = _given(arguments, out)
+    from longctx.data.store.store import Store
+    from longctx.training.checks import checks_of  # and torch, which takes seconds
+    from longctx.training.data import RunData
+
+    ranks = _processes(arguments)
     if arguments.data is None:
         from longctx.commands.dry_run import dry_run, stand_in_store
 
@@ -196,10 +196,6 @@ def _processes(arguments: argparse.Namespace) -> int:
 def _given(arguments: argparse.Namespace, out: Path) -> Config:
     """Returns the given settings, after checks of model, adapters and folder, because reading the
     data takes long."""
-    from longctx.model.checkpoint_files import check_name
-    from longctx.training.saved import checkpoint
-
-    check_name(arguments.model)
     # MODEL takes the place of that of a file, such as a recipe, whose model may have been
     # downloaded.
     model = f"model.from_pretrained={yaml_text(arguments.model)}"
@@ -213,7 +209,7 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     if arguments.lora is not None:
         first["lora"] = {"rank": arguments.lora}
     # Its steps stay as they are, whatever --epochs is now.
-    if checkpoint.steps(out) and (out / "config.yaml").is_file():
+    if _is_trained(out):
         first["batch"] = {
             "global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]
         }
@@ -230,6 +226,15 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
         )
     _check_out(out, arguments.overwrite)
     return chosen
+
+
+def _is_trained(out: Path) -> bool:
+    """Returns whether a run in this folder has a checkpoint."""
+    if not (out / "config.yaml").is_file():
+        return False
+    from longctx.training.saved import checkpoint
+
+    return bool(checkpoint.steps(out))
 
 
 def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:

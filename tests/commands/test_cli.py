@@ -68,6 +68,8 @@ REFUSED = [
     "train --trace-steps x",
     "finetune model",
     "finetune model data --lora 0",
+    "finetune owner/model data --train.step 3",
+    "train --model.from_pretrained owner/model --train.step 3",
     "eval run --documents 0",
     "export run out --max-shard-size x",
     "plan --lengths no.txt --ranks 8",
@@ -120,7 +122,16 @@ def test_every_command_has_help_with_one_default_per_option(
     assert f"usage: longctx {name}" in text
     for entry in re.split(r"\n\n|\n  (?=-)", text):
         assert entry.count("(default") <= 1, f"a doubled default: {entry}"
+        assert "(default: [])" not in entry
     assert name != "plan" or "(default: " in text
+
+
+@pytest.mark.slow
+def test_libraries_say_nothing_before_a_command_does() -> None:
+    """transformers imports torchao, which warns in five lines, on every rank."""
+    code = "import longctx.cli; longctx.cli.main(['config', 'log']); import transformers.trainer"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0 and process.stderr == ""
 
 
 def test_shells_complete_commands_options_settings_and_files(
