@@ -31,7 +31,8 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _complete_files(parser: argparse.ArgumentParser, file: Any) -> None:
-    """Marks arguments that are paths, of a parser and its subparsers, to be completed as shtab's `file`."""
+    """Marks arguments that are paths, of a parser and its subparsers, to be completed as `file` of
+    shtab says."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

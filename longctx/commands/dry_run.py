@@ -87,8 +87,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
         "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static    "
         "        degrees × documents"
     )
-    for number, plans in enumerate(zip(run.plans, static, strict=True), start=1):
-        print(_step_line(number, *plans))
+    for number, plan in enumerate(run.plans):
+        print(_step_line(number + 1, plan, static[number]))
     parts = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(size)}"
         for name, size in run.memory.parts.items()

@@ -91,18 +91,19 @@ def _estimate_trl(arguments: argparse.Namespace) -> None:
     from longctx.trainers.prediction import predict_trl
 
     source = config.model_source()
-    predicted = predict_trl(config, source.spec, documents, ranks, arguments.trl)
+    predicted = predict_trl(
+        config, source.spec, documents=documents, ranks=ranks, sharding=arguments.trl
+    )
     if arguments.json:
         print(json.dumps(_verdict_json(predicted.verdict, ranks)))
         return
-    longest = int(predicted.documents.lengths.max())
-    print(
-        *predicted.lines(),
-        f"steps of {predicted.documents.description}, of {config.batch.global_tokens:,} tokens",
-        *lines_on(source, config.model.from_pretrained, longest),
-        *predicted.named.lines,
-        sep="\n",
-    )
+    used = predicted.documents
+    longest = int(used.lengths.max())
+    print("\n".join(predicted.lines()))
+    print(f"steps of {used.description}, of {config.batch.global_tokens:,} tokens")
+    for line in lines_on(source, config.model.from_pretrained, longest):
+        print(line)
+    print("\n".join(predicted.named.lines))
 
 
 def _estimate(arguments: argparse.Namespace) -> None:

@@ -151,7 +151,8 @@ def state_of(source: str) -> FolderState:
     """
     folder = Path(source)
     if not folder.is_dir():
-        return (("config alone", int(is_config_alone())),)
+        alone = int(is_config_alone())
+        return (("config alone", alone),)
     files = sorted(file for file in folder.iterdir() if file.is_file())
     states = [(file.name, file.stat()) for file in files]
     return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)

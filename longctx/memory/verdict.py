@@ -109,14 +109,15 @@ def predict(given: Config, of_run: RunMemory, documents: Store) -> PredictedRun:
     else:
         found = list(loads(plans, config))
         memory = estimate(of_run.spec, config, of_run.ranks, found, fused=of_run.fused)
-    verdict = verdict_of(config, of_run, plans, memory.total, chosen(config, plans))
+    words = chosen(config, plans)
+    verdict = verdict_of(config, of_run, plans=plans, needed=memory.total, chosen=words)
     available = verdict.available
     remark = changes_between(given, config)
     if remark:
         remark += ", by itself"
     elif available is not None and not verdict.fits:
         remark = of_run.way_out(config, available)
-    return PredictedRun(config, plans, memory, verdict, remark)
+    return PredictedRun(config, plans, memory=memory, verdict=verdict, remark=remark)
 
 
 def verdict_of(

@@ -20,6 +20,7 @@ from longctx.training.described import RunProfile
 from longctx.training.run_profile import scaled_profile
 
 Sharding = Literal["ddp", "fsdp2"]
+NAMES: dict[Sharding, str] = {"ddp": "DDP", "fsdp2": "FSDP2"}
 WAYS_OUT = (
     "use FSDP2 (--trl fsdp2), adapters (--lora.rank 16), more GPUs or shorter documents "
     "(--data.max_length)"
@@ -35,18 +36,19 @@ class PredictedTrainer:
         named: hardware profile, scaled to the model.
         documents: those that its steps are drawn from.
         verdict: the sum of it.
-        remark: what would make it fit; empty if it does.
     """
 
     config: Config
     named: RunProfile
     documents: Store
     verdict: Verdict
-    remark: str
 
     def lines(self) -> list[str]:
-        """Returns the verdict and the remark."""
-        return [self.verdict.line(), *filter(None, [self.remark])]
+        """Returns the verdict, and what would make the run fit if it does not."""
+        lines = [self.verdict.line()]
+        if not self.verdict.fits:
+            lines.append(WAYS_OUT)
+        return lines
 
 
 def predict_trl(
@@ -71,9 +73,9 @@ def predict_trl(
     )
     tokens = given.batch.tokens_per_rank
     if "tokens_per_rank" not in given.batch.model_fields_set:
-        available = of_run.available(config)[0]
-        most = needs.most_tokens(int(ROOM * available)) if available is not None else UNIT
-        tokens = max(most, _least_tokens(config, documents, ranks), UNIT)
+        available = of_run.available(config)[0] or 0
+        most = needs.most_tokens(int(ROOM * available))
+        tokens = max(most, _least_tokens(config, documents, ranks))
     config = config.changed({"batch.tokens_per_rank": tokens})
     if documents is None:
         vocabulary = spec.vocab_size or 0
@@ -82,15 +84,13 @@ def predict_trl(
         config = with_steps(config, documents, ranks)
     steps = min(STEPS, config.train.steps)
     plans = list(first_plans(config, documents, ranks, steps, profile=named.profile))
-    words = [
-        "DDP" if sharding == "ddp" else "FSDP2",
-        *(["gradient checkpointing"] if config.train.recompute == "full" else []),
-        f"{tokens:,} tokens per rank",
-        degrees_of(plans),
-    ]
-    verdict = verdict_of(config, of_run, plans, needs.bytes(tokens), ", ".join(words))
-    remark = "" if verdict.fits else WAYS_OUT
-    return PredictedTrainer(config, named, documents, verdict, remark)
+    words = [NAMES[sharding]]
+    if config.train.recompute == "full":
+        words.append("gradient checkpointing")
+    words += [f"{tokens:,} tokens per rank", degrees_of(plans)]
+    needed = needs.bytes(tokens)
+    verdict = verdict_of(config, of_run, plans=plans, needed=needed, chosen=", ".join(words))
+    return PredictedTrainer(config, named, documents=documents, verdict=verdict)
 
 
 def _as_trainer(given: Config, ranks: int, sharding: Sharding) -> Config:
@@ -110,12 +110,16 @@ def _as_trainer(given: Config, ranks: int, sharding: Sharding) -> Config:
             f"train.recompute is {recompute}, but gradient_checkpointing of trainers is full or "
             "none: give one of the two, or omit --trl"
         )
-    # TRL cuts documents at max_length, and refuses nothing.
-    long_documents = "error" if given.data.max_length is None else "truncate_right"
+    long_documents = "error"
+    if given.data.max_length is not None:  # at which TRL cuts documents
+        long_documents = "truncate_right"
+    shard_ranks = ranks
+    if sharding == "ddp":
+        shard_ranks = 1
     return given.changed(
         {
             "data.long_documents": long_documents,
-            "parallel.shard_ranks": 1 if sharding == "ddp" else ranks,
+            "parallel.shard_ranks": shard_ranks,
             "train.recompute": recompute,
             "train.fit_memory": False,
         }
