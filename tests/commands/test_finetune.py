@@ -666,8 +666,8 @@ def test_settings_can_be_made_without_training(
         and shown.endswith("--processes 2 --resume-if-any\n")
     )
     settings = str(out / "finetune.yaml")
-    for command in (["estimate"], ["train", "--dry-run"]):
-        assert main([*command, settings, "--gpus", "2"]) == 0
+    for words in (["estimate"], ["train", "--dry-run"]):
+        assert main([*words, settings, "--gpus", "2"]) == 0
         verdict = capsys.readouterr().out.splitlines()[0]
         free = re.compile(r" of [\d.,]+ [MG]iB per")  # of this machine, at this moment
         assert free.sub("", verdict) == free.sub("", shown.splitlines()[0])

@@ -3,6 +3,7 @@ take."""
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,23 @@ import pytest
 from trl import SFTConfig, SFTTrainer
 
 from longctx.cli import main
+from longctx.config import load
+from longctx.data.store.store import Lengths
+from longctx.memory.verdict import STEPS
+from longctx.planning.plan import Plan
+from longctx.trainers import prediction
 from longctx.trainers.budget import Workload
 from longctx.trainers.kinds import Traits
-from tests.trainer_cases import adapters, arguments, as_rank_alone, documents, model, tokenizer
+from longctx.training.data import first_plans
+from tests.trainer_cases import (
+    VOCABULARY,
+    adapters,
+    arguments,
+    as_rank_alone,
+    documents,
+    model,
+    tokenizer,
+)
 
 A100 = ["--context.profile=a100-80gb", "--gpus=2"]
 
@@ -94,6 +109,32 @@ def test_a_trainer_is_predicted_by_a_config_alone(
         capsys, "--trl=ddp", "--batch.tokens_per_rank=5000", "--train.recompute=none", *given
     )
     assert whole["needed"] > few["needed"] and "(DDP, 5,000" in whole["verdict"]
+
+
+def test_its_time_is_by_the_profile_of_trainers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' code computes no query while K and V travel."""
+    plans: list[Plan] = []
+
+    def recorded(*given: Any, **named: Any) -> Iterator[Plan]:
+        plans.extend(first_plans(*given, **named))
+        yield from plans
+
+    monkeypatch.setattr(prediction, "first_plans", recorded)
+    overrides = [
+        f"model.from_pretrained={checkpoint}",
+        "train.device=cuda",
+        "context.profile=a100-80gb",
+        "batch.tokens_per_rank=5000",
+    ]
+    config = load(None, overrides)
+    spec = config.model_source().spec
+    documents = Lengths([9000] * 30, "lengths", VOCABULARY)
+    found = prediction.predict_trl(config, spec, documents=documents, ranks=2, sharding="ddp")
+    assert len(plans) == STEPS and {plan.profile.query_share for plan in plans} == {0}
+    mean = sum(plan.makespan_s for plan in plans) / STEPS
+    assert found.verdict.step_s == pytest.approx(mean)
 
 
 def test_what_no_memory_holds_does_not_fit(
