@@ -83,7 +83,7 @@ def predict_trl(
     else:
         config = with_steps(config, documents, ranks)
     steps = min(STEPS, config.train.steps)
-    plans = list(first_plans(config, documents, ranks, steps, profile=named.profile))
+    plans = list(first_plans(config, documents, ranks, steps))
     words = [NAMES[sharding]]
     if config.train.recompute == "full":
         words.append("gradient checkpointing")

@@ -208,18 +208,11 @@ def with_steps(config: Config, store: Store, ranks: int) -> Config:
 
 
 def first_plans(
-    config: Config,
-    store: Store,
-    ranks: int,
-    steps: int,
-    *,
-    static: bool = False,
-    profile: HardwareProfile | None = None,
+    config: Config, store: Store, ranks: int, steps: int, *, static: bool = False
 ) -> Iterator[Plan]:
-    """Yields the plans of the first `steps` steps of a run on `ranks` processes, by its own profile
-    unless another is given; with `static` at the best static degree."""
-    if profile is None:
-        profile = run_profile(config, ranks, store.tokenizer.vocab_size).profile
+    """Yields the plans of the first `steps` steps of a run on `ranks` processes; with `static` at
+    the best static degree."""
+    profile = run_profile(config, ranks, store.tokenizer.vocab_size).profile
     planner = make_planner(config, config.domain(ranks), profile, static=static)
     merging = make_merging(config, ranks)
     steps_of = steps_of_run(config, store, ranks)
