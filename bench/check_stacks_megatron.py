@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from longctx.check import Probe, Step
 from longctx.check.probe import END
-from longctx.check.record import reference_of
+from longctx.check.recording import reference_of
 
 LENGTH = 64
 

@@ -15,7 +15,8 @@ from harness import markdown
 from longctx.config import load
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
-from longctx.training.run_profile import default_profile, read_described, run_profile
+from longctx.training.described import read_described
+from longctx.training.run_profile import default_profile, run_profile
 from training_rows import FASTEST, VOCABULARY, Gpu, runs
 
 Rows = list[dict[str, str]]

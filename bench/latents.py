@@ -25,7 +25,7 @@ from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_LATENT, ModelSpec
 from longctx.planning.cost.work import work_of
 from longctx.planning.planners.planner import make_plan
-from longctx.training.run_profile import read_described
+from longctx.training.described import read_described
 
 PROFILE, LENGTH, DOCUMENTS, EXPERT_RANKS = "h100-nvlink-ib", 131_072, 32, 64
 GPUS, BUDGETS, LEVELS = (64, 256), (4096, 8192, 16384), (1, 2)

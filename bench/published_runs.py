@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.recipes import LLAMA, LLAMA_70B, MODELS, stand_in
+from bench.recipes import MODELS, stand_in
 from longctx.config import Config, load
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads
 from longctx.memory.model import _moments
+from longctx.model.published import LLAMA, LLAMA_70B
 from longctx.planning.planners.planner import make_plan
 from longctx.training.run_profile import in_float8, run_profile
 

@@ -29,9 +29,11 @@ from longctx.comparison.mixes import load_mix
 from longctx.config import Config, load
 from longctx.memory.fitting import RunMemory, changes_between
 from longctx.memory.model import Memory
+from longctx.model.published import LLAMA, PUBLISHED
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
-from longctx.training.run_profile import read_described, run_profile
+from longctx.training.described import read_described
+from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,24 +57,6 @@ COLUMNS = [
 ]
 TOKENS = 2**22
 """Tokens of a step in the search of splits."""
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-}
-LLAMA_70B = {
-    **LLAMA,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
 SPLITS_HEAD = (
     "## Model, GPUs, longest document",
     "",
@@ -88,41 +72,6 @@ SPLITS_HEAD = (
     "```",
     "",
 )
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "meta-llama/Meta-Llama-3-8B-Instruct": {**LLAMA, "max_position_embeddings": 8192},
-    "meta-llama/Llama-3.1-8B": LLAMA,
-    "meta-llama/Llama-3.1-8B-Instruct": LLAMA,
-    "meta-llama/Llama-3.1-70B": LLAMA_70B,
-    "Qwen/Qwen3-8B": {
-        **QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-    "Qwen/Qwen3-30B-A3B-Base": {
-        **QWEN3,
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": {"model_type": "qwen3_next", "tie_word_embeddings": False},
-}
-"""Sizes in the configs of the checkpoints; those of the last one are the defaults of
-transformers."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +98,10 @@ RECIPES = (
         "A hybrid of linear and full attention, 80B-A3B, at 128k on 64 H100s", "hybrid-80b-128k", 64
     ),
 )
+
+
+MODELS: dict[str, dict[str, Any]] = dict(PUBLISHED)
+"""Sizes in the configs of checkpoints."""
 
 
 def stand_in(name: str) -> str:

@@ -24,8 +24,8 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import Pipeline
+from longctx.training.described import read_described
 from longctx.training.metrics import peak_flops
-from longctx.training.run_profile import read_described
 
 BFLOAT16, FLOAT32 = 2, 4
 DTYPE = "bfloat16"

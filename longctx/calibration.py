@@ -38,8 +38,9 @@ from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
+from longctx.training.described import Described
 from longctx.training.objectives.objective import StepWeights
-from longctx.training.run_profile import Described, run_profile
+from longctx.training.run_profile import run_profile
 from longctx.training.trainer import Trainer
 
 LENGTHS = (128, 1024, 8192)

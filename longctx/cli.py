@@ -20,6 +20,7 @@ import argparse
 import difflib
 import importlib
 import io
+import logging
 import os
 import re
 import sys
@@ -46,10 +47,15 @@ COMMANDS = (
     "config",
 )
 
+SHELLS = ("bash", "zsh", "tcsh")
 PROCESSES_HELP = (
     "start N processes on this machine, by torchrun (default: this process; on several machines, "
     "start torchrun on each)"
 )
+
+NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers that warn of themselves when transformers is imported, before the first line of a
+command, on every rank."""
 
 _OVERRIDE = re.compile(r"--[A-Za-z_-]+\.[^=\s]+(=.*)?", re.DOTALL)
 
@@ -58,7 +64,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        shown = action.option_strings and action.default not in (None, False, argparse.SUPPRESS)
+        shown = action.option_strings and action.default not in (None, False, [], argparse.SUPPRESS)
         if action.help and shown and "%(default)" not in action.help:
             return f"{action.help} (default: %(default)s)"
         return action.help
@@ -122,18 +128,18 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(name: str, argv: list[str]) -> int:
+    for logger in NOISY:
+        logging.getLogger(logger).setLevel(logging.ERROR)
     module = _module(name)
     command = [name, *argv]
     parser = argparse.ArgumentParser(
         prog=f"longctx {name}", description=module.SUMMARY, formatter_class=HelpFormatter
     )
-    module.add_arguments(parser)
+    _add_arguments(parser, module)
     overrides: list[str] = []
     if getattr(module, "OVERRIDES", False):
         argv, overrides = split_overrides(argv)
     processes = getattr(module, "PROCESSES", False)
-    if processes:
-        parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES_HELP)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         from longctx.commands.output import not_taken
@@ -148,6 +154,28 @@ def _run(name: str, argv: list[str]) -> int:
         if launches(arguments.processes):
             return launch(arguments.processes, command)
     return int(module.run(arguments))
+
+
+def _add_arguments(parser: argparse.ArgumentParser, module: ModuleType) -> None:
+    """Adds the arguments of a command, without settings."""
+    module.add_arguments(parser)
+    if getattr(module, "PROCESSES", False):
+        parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES_HELP)
+
+
+def _completion(shell: str) -> str:
+    """Returns a script with which a shell completes commands, options and settings."""
+    from longctx.commands.completion import add_settings, script
+
+    parser = argparse.ArgumentParser(prog="longctx")
+    commands = parser.add_subparsers()
+    for name in COMMANDS:
+        module = _module(name)
+        command = commands.add_parser(name, help=module.SUMMARY)
+        _add_arguments(command, module)
+        if getattr(module, "OVERRIDES", False):
+            add_settings(command)
+    return script(parser, shell)
 
 
 def _check_package() -> None:
@@ -173,19 +201,29 @@ def _main_help(argv: list[str]) -> int:
         prog="longctx", description=longctx.__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"longctx {longctx.__version__}")
+    parser.add_argument(
+        "--completion",
+        choices=SHELLS,
+        help="print a script with which this shell completes commands, options and settings: "
+        'eval "$(longctx --completion bash)"',
+    )
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands below")
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:{width}}  {_module(name).SUMMARY}" for name in COMMANDS)
     parser.epilog = (
         f"commands:\n{listing}\n\n`longctx COMMAND --help` shows the options of a command."
     )
-    command = parser.parse_known_args(argv)[0].command
+    given = parser.parse_known_args(argv)[0]
+    command = given.command
     if command is not None:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
         parser.error(f"no command {command!r}: {hint}")
     if argv:
-        parser.parse_args(argv)  # refuses whatever option it was
+        parser.parse_args(argv)  # refuses any other option
+    if given.completion is not None:
+        print(_completion(given.completion))
+        return 0
     parser.print_help(sys.stderr)
     return 2
 

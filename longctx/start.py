@@ -22,9 +22,9 @@ from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import join_run
 from longctx.training.checks import check_beginning, checks_before_joining, notes_on
+from longctx.training.described import ProfilesDiffer
 from longctx.training.health import NonFiniteLoss
 from longctx.training.run import Run
-from longctx.training.run_profile import ProfilesDiffer
 from longctx.training.saved import checkpoint
 from longctx.training.saved.run_folder import only_run_in, open_run_folder
 from longctx.training.saved.saving import NotWritten

@@ -1,4 +1,5 @@
-"""Formats memory sizes, counts and ranks for people, and reads whole numbers that they write."""
+"""Formats memory sizes, counts, times and ranks for people, and reads whole numbers that they
+write."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,23 @@ def format_count(number: int) -> str:
     if number >= 1e9:
         return f"{number / 1e9:,.3g}B"
     return f"{number / 1e6:.3g}M"
+
+
+def three_digits(number: float) -> str:
+    """Formats a number with three digits, or all of a whole part that has more: 1,903, 37.8,
+    0.0912."""
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Formats seconds in hours, minutes or seconds with one decimal."""
+    if seconds > 7200:
+        return f"{seconds / 3600:,.1f} hours"
+    if seconds > 120:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds:.1f} seconds"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

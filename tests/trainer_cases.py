@@ -364,6 +364,17 @@ def conversations(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, Any]]
     return rows
 
 
+def as_rank_alone() -> None:
+    """Makes this process one without others, whatever ran in it before."""
+    import os
+
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 def adapters(lora: bool | str | float) -> Any:
     """LoRA, DoRA ("dora"), LoRA of the embedding ("embedding"), or LoRA with a dropout."""
     from peft import LoraConfig

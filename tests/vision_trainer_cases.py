@@ -187,7 +187,7 @@ def alone(folder: Path, family: str, **options: Any) -> Any:
     """Returns a plain trainer of a new model, without a group."""
     from transformers import Trainer, TrainingArguments
 
-    from tests.trainers.test_trainers import as_rank_alone
+    from tests.trainer_cases import as_rank_alone
 
     as_rank_alone()
     saved = vision_cases.save_model(folder / "model", family)
@@ -293,7 +293,7 @@ def sft(
     from trl import SFTConfig, SFTTrainer
 
     from longctx.trainers import dynamic_context_parallel
-    from tests.trainers.test_trainers import as_rank_alone
+    from tests.trainer_cases import as_rank_alone
 
     as_rank_alone()
     given = arguments(folder, 1, 1, max_length=None, eval_strategy="no")

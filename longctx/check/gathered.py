@@ -16,7 +16,7 @@ from .errors import CheckError
 from .largest import largest
 from .looked import Looked, look
 from .probe import END, PAD, Tokens
-from .record import Step
+from .recording import Step
 from .tensors import Tensors
 from .tolerances import OF, Tolerances, coarsest
 from .watched import Update

@@ -23,7 +23,7 @@ from .gathered import Record
 from .likely import logits_of, of_targets
 from .objectives import nearest
 from .probe import Probe, Tokens
-from .record import reference_of
+from .recording import reference_of
 from .reference import Reference
 from .rounding import TIMES
 from .scale import SCALE

@@ -23,7 +23,7 @@ from .not_tested import lines as lines_of_untested
 from .not_tested import not_tested
 from .picture import picture
 from .probe import PROBES, Probe, Tokens
-from .record import Step
+from .recording import Step
 from .reference import Reference
 from .rounding import widened
 from .shown import fit_shown

@@ -12,7 +12,7 @@ from .aim import Aim
 from .errors import CheckError
 from .preference import Preference
 from .probe import Probe
-from .record import Recorder, Step, record
+from .recording import Recorder, Step, record
 from .tensors import whole
 from .watched import is_watchable
 

@@ -55,14 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from longctx.calibration import measure_profile
-    from longctx.parallel.device import prepare_device
     from longctx.parallel.environment import Launch
-    from longctx.planning.hardware_profile import HardwareProfile
-    from longctx.training.build import join_run, prepare_run_kernels
-    from longctx.training.run_profile import default_profile
 
     launch = Launch.to_join()
     # Ignore context.profile: it may name the file to be written.
@@ -80,6 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
             "with the native decoder, and scaled to the checkpoint in training: omit it, and set "
             "similar sizes, such as --model.overrides.hidden_size"
         )
+    import torch  # takes seconds, and settings may be wrong
+
+    from longctx.calibration import measure_profile
+    from longctx.parallel.device import prepare_device
+    from longctx.planning.hardware_profile import HardwareProfile
+    from longctx.training.build import join_run, prepare_run_kernels
+    from longctx.training.run_profile import default_profile
+
     device = prepare_device(config.train.device, launch)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     base = arguments.base or default_profile(device.type, gpu)

@@ -2,28 +2,28 @@
 
 import argparse
 
+from longctx.check.errors import UsageError
+from longctx.check.options import SUMMARY, check_given
+from longctx.check.options import add_arguments as add_options
 from longctx.commands.output import a_path
 from longctx.errors import UserError
 
-SUMMARY = (
-    "Name what is wrong with packing, padding, accumulation or context parallelism in a step "
-    "of any trainer"
-)
+__all__ = ["SUMMARY", "add_arguments", "run"]
 PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from longctx.check import command
-
-    command.add_arguments(parser, path=a_path)
+    add_options(parser, path=a_path)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.check import UsageError, command
     from longctx.parallel.environment import Launch
 
-    Launch.to_join()  # raises UserError for processes that would not join each other
     try:
+        check_given(arguments)
+        Launch.to_join()  # raises UserError for processes that would not join each other
+        from longctx.check import command  # and torch, which takes seconds
+
         return command.run(arguments, passed=(UserError,))
     except UsageError as error:
         raise UserError(str(error)) from error

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         return _run_against(arguments)
     from longctx.comparison.modelled import compare_case, mean_rows
-    from longctx.training.run_profile import preset_profile
+    from longctx.training.described import preset_profile
 
     check_writable(arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
@@ -157,7 +157,7 @@ def _run_against(arguments: argparse.Namespace) -> int:
     """Compares with the ways that --against names, on every number of ranks."""
     from longctx.comparison.against import compare_with
     from longctx.comparison.room import Room
-    from longctx.training.run_profile import preset_profile
+    from longctx.training.described import preset_profile
 
     if arguments.baseline is not None:
         raise UserError(

@@ -1,5 +1,4 @@
-"""Dry run: checks settings and stores, plans the first steps, and predicts time and memory of the
-run.
+"""Dry run: the verdict on a run first, then its model, documents, first steps and memory by part.
 
 Needs no processes, GPUs or run folder; free memory, kernel and run folder are checked on the
 machine of the run. Lengths of documents, from a file or a mix, can stand in for data that nobody
@@ -10,7 +9,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from longctx.commands.lengths import read_lengths, stands_in
+from longctx.commands.lengths import lengths_given, read_lengths
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config
 from longctx.data.sampler import Sampler
@@ -18,16 +17,15 @@ from longctx.data.store.manifest import how_to_prepare
 from longctx.data.store.store import Lengths, Store
 from longctx.errors import UserError, raise_together
 from longctx.hf.source import ModelSource, lines_on
-from longctx.memory.fitting import RunMemory, changes_between
-from longctx.memory.loads import loads
-from longctx.memory.model import estimate
+from longctx.memory.fitting import RunMemory
+from longctx.memory.verdict import STEPS, PredictedRun, predict
 from longctx.parallel.device import assumed, choose_device
+from longctx.planning.plan import Plan
 from longctx.training.checks import checks_of
 from longctx.training.data import (
     RunData,
-    StepPlans,
+    first_plans,
     mix_lines,
-    plan_steps,
     steps_of_epochs,
     steps_of_run,
     with_steps,
@@ -35,7 +33,6 @@ from longctx.training.data import (
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes, format_count
 
-STEPS = 5
 DRAWN = 10_000
 """Documents that are drawn from a mix, or more if they are fewer than STEPS steps."""
 
@@ -45,17 +42,18 @@ def stand_in_store(arguments: argparse.Namespace, config: Config) -> Store | Non
 
     Raises UserError if the vocabulary is not known, or if the settings need tokens.
     """
-    if not stands_in(arguments):
+    if not lengths_given(arguments):
         return None
     if config.data.merge_prefixes:
         raise UserError(
             "data.merge_prefixes is true, which needs tokens, but only lengths are given: omit it, "
             "or give a store"
         )
-    vocabulary = config.model_source().spec.vocab_size or config.model.vocab_size
+    vocabulary = vocabulary_of(config)
     if vocabulary is None:
         raise UserError(
-            "model.vocab_size is null, and lengths have no tokenizer: set --model.vocab_size"
+            f"model.vocab_size is null, model.preset {config.model.preset} has no published "
+            "vocabulary, and lengths have no tokenizer: set --model.vocab_size"
         )
     if arguments.lengths is not None:
         path: Path = arguments.lengths
@@ -80,28 +78,32 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     source = config.model_source(data.vocab_size)
     config = with_steps(config, store, ranks)
     raise_together(checks_of(config, data, source, ranks))
-    given = config
     of_run = RunMemory(source.spec, store, ranks, on_gpus(config))
-    config = of_run.as_fitted(config)
-    print("\n".join(_run_summary(config, ranks, source=source, data=data)))
-    planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
+    run = predict(config, of_run, store)
+    static = list(first_plans(run.config, store, ranks, len(run.plans), static=True))
+    print("\n".join(run.lines()))
+    print("\n".join(_run_summary(run.config, ranks, source=source, data=data)))
     print(
         "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static    "
         "        degrees × documents"
     )
-    for number, step in enumerate(planned, start=1):
-        print(_step_line(number, step))
-    plans = [step.plan for step in planned]
-    memory = estimate(source.spec, config, ranks, list(loads(plans, config)), fused=of_run.fused)
-    changed = changes_between(given, config)
-    fits, *changes = of_run.verdict(config, changed and f"{changed}, by itself", memory)
+    for number, plan in enumerate(run.plans):
+        print(_step_line(number + 1, plan, static[number]))
     parts = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(size)}"
-        for name, size in memory.parts.items()
+        for name, size in run.memory.parts.items()
         if size
     )
-    print("\n".join([f"memory     {fits}: {parts}", *changes]))
-    print("\n".join(_run_lines(config, store, ranks, planned)))
+    print(f"memory     at {run.memory.moment}: {parts}")
+    print("\n".join(_run_lines(run, store, ranks, static)))
+
+
+def vocabulary_of(config: Config) -> int | None:
+    """Returns the entries of the model's embedding where no store is known; None if nobody has
+    published them."""
+    if config.model.from_pretrained is None:
+        return config.model.published_vocabulary
+    return config.model_source().spec.vocab_size or config.model.vocab_size
 
 
 def _run_data(config: Config, lengths: Store | None) -> RunData:
@@ -112,8 +114,7 @@ def _run_data(config: Config, lengths: Store | None) -> RunData:
     if missing:
         raise UserError(
             f"there is no store at {missing[0]}: make one with {how_to_prepare(missing[0])}; or "
-            "plan without data, by --mix wlb_128k or --lengths FILE, with --model.vocab_size for a "
-            "new model"
+            "plan without data, by --mix wlb_128k or --lengths FILE"
         )
     return RunData.open(config)
 
@@ -140,10 +141,8 @@ def _run_summary(
     yield from run_profile(config, ranks, store.tokenizer.vocab_size).lines
 
 
-def _step_line(number: int, step: StepPlans) -> str:
-    """Returns the row of the table on one step."""
-    plan = step.plan
-    static = step.static
+def _step_line(number: int, plan: Plan, static: Plan) -> str:
+    """Returns the row of the table on one step, and on the same at the best static degree."""
     degrees = " ".join(f"{degree}×{count}" for degree, count in plan.degrees.items())
     row = (
         f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  "
@@ -154,31 +153,22 @@ def _step_line(number: int, step: StepPlans) -> str:
     return f"{row:101}  {degrees}"
 
 
-def _run_lines(config: Config, store: Store, ranks: int, planned: Sequence[StepPlans]) -> list[str]:
-    """Returns the steps of the run and of an epoch of one store, the time that they take, and what
-    degrees gain."""
-    count = config.train.steps
-    steps = steps_of_run(config, store, ranks)
+def _run_lines(
+    run: PredictedRun, store: Store, ranks: int, static: Sequence[Plan]
+) -> Iterator[str]:
+    """Yields the steps of the run and of an epoch of one store, and what degrees gain."""
+    steps = steps_of_run(run.config, store, ranks)
     epoch = ""
     if isinstance(steps, Sampler):
         epoch = (
             f" (an epoch has {steps_of_epochs(1.0, steps):,}, of {store.lengths.sum():,} tokens)"
         )
-    step_s = sum(step.plan.makespan_s for step in planned) / len(planned)
-    saved = 1 - step_s * len(planned) / sum(step.static.makespan_s for step in planned)
-    tokens = sum(sum(step.plan.lengths) for step in planned) / len(planned)
-    seconds = count * step_s
-    size, unit = (
-        (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
+    yield (
+        f"run        {run.config.train.steps:,} steps{epoch}, times as of the steps above, "
+        "without validation and checkpoints"
     )
-    took = (
-        f"{seconds / size:,.1f} {unit} as predicted for the steps above, without validation and "
-        "checkpoints"
-    )
-    hours = (
-        f"{step_s * ranks / 3600 * 1e9 / tokens:,.3g} "
-        f"{'GPU' if on_gpus(config) else 'process'} hours per billion tokens"
-    )
+    ours = sum(plan.makespan_s for plan in run.plans)
+    saved = 1 - ours / sum(plan.makespan_s for plan in static)
     if saved >= 0.005:
         gain = (
             f"steps take {saved:.0%} less time than with one degree for all documents of a step, "
@@ -186,7 +176,7 @@ def _run_lines(config: Config, store: Store, ranks: int, planned: Sequence[StepP
         )
     else:
         gain = "none: one degree for all documents of a step would be as fast"
-    return [f"run        {count:,} steps{epoch}, {took}; {hours}", f"gain       {gain}"]
+    yield f"gain       {gain}"
 
 
 def on_gpus(config: Config) -> bool:

@@ -52,13 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.evaluation.target import Target
-    from longctx.parallel.device import prepare_device
     from longctx.parallel.environment import Launch
 
     launch = Launch.to_join()
     if arguments.documents is not None and arguments.documents < 1:
         raise UserError(f"--documents is {arguments.documents}: must be at least 1")
+    from longctx.evaluation.target import Target  # and torch, which takes seconds
+    from longctx.parallel.device import prepare_device
+
     target = Target.open(arguments.target, arguments.overrides, launch.world_size)
     device = prepare_device(target.config.train.device, launch)
     work = _documents(arguments, target, launch.world_size)

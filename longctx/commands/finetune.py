@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from longctx.config.problems import yaml_text
 from longctx.config.reading import Values
 from longctx.config.settings import LORA_RATE
 from longctx.errors import UserError, raise_together, shell
+from longctx.model.published import config_alone
 from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
 
@@ -94,21 +96,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.data.store.store import Store
-    from longctx.training.checks import checks_of
-    from longctx.training.data import RunData
+    _check_options(arguments)
+    if not arguments.dry_run:
+        return _finetune(arguments)
+    with config_alone():
+        return _finetune(arguments)
 
-    ranks = _checked(arguments)
+
+def _finetune(arguments: argparse.Namespace) -> int:
+    """Prepares the data, and trains on them or predicts that. Returns the exit status."""
     model_name = Path(arguments.model).resolve().name
     data_name = prepare.default_name(arguments.data or "lengths")
     name = f"{model_name}-{data_name}"
     out = arguments.out or Path("runs", name)
     chosen = _given(arguments, out)
+    from longctx.data.store.store import Store
+    from longctx.training.checks import checks_of  # and torch, which takes seconds
+    from longctx.training.data import RunData
+
+    ranks = _processes(arguments)
     if arguments.data is None:
         from longctx.commands.dry_run import dry_run, stand_in_store
 
         lengths = stand_in_store(arguments, chosen)
-        assert lengths is not None, "see `_checked`"
+        assert lengths is not None, "see `_check_options`"
         lengths = _as_prepared(lengths, arguments.long_documents, _longest(arguments, chosen))
         defaults = _defaults(arguments, chosen, store=lengths, ranks=ranks, out=out)
         dry_run(
@@ -117,7 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
             lengths,
         )
         return 0
-    _prepare(arguments, chosen, out)
+    # The verdict is the first line of a dry run.
+    with redirect_stdout(sys.stderr if arguments.dry_run else sys.stdout):
+        _prepare(arguments, chosen, out)
     store = Store.open(out / "store")
     defaults = _defaults(arguments, chosen, store=store, ranks=ranks, out=out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
@@ -136,21 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
     return _train(config, settings, ranks)
 
 
-def _checked(arguments: argparse.Namespace) -> int:
-    """Returns the number of processes. Raises UserError for options that cannot be."""
-    import torch
-    from torch.distributed import is_torchelastic_launched
-
-    from longctx.parallel.environment import is_task, other_tasks
-
-    if is_torchelastic_launched():
-        raise UserError(
-            "torchrun started this process, but finetune starts its own: omit torchrun, and give "
-            "--processes; on several machines, use --prepare-only without torchrun, and then "
-            "torchrun .. -m longctx train OUT/finetune.yaml"
-        )
-    if is_task():
-        raise UserError(other_tasks())
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises UserError for options that cannot be."""
     given = stands_in(arguments)
     if arguments.data is None and not given:
         raise UserError(
@@ -169,19 +169,33 @@ def _checked(arguments: argparse.Namespace) -> int:
         )
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
         raise UserError(f"--epochs is {arguments.epochs}: must be a finite number above 0")
-    ranks: int = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
-    if ranks < 1:
-        raise UserError(f"--processes is {ranks}: must be at least 1")
-    return ranks
+    if arguments.processes is not None and arguments.processes < 1:
+        raise UserError(f"--processes is {arguments.processes}: must be at least 1")
+
+
+def _processes(arguments: argparse.Namespace) -> int:
+    """Returns the number of processes to start. Raises UserError in a process that a launcher
+    started."""
+    import torch
+    from torch.distributed import is_torchelastic_launched
+
+    from longctx.parallel.environment import is_task, other_tasks
+
+    if is_torchelastic_launched():
+        raise UserError(
+            "torchrun started this process, but finetune starts its own: omit torchrun, and give "
+            "--processes; on several machines, use --prepare-only without torchrun, and then "
+            "torchrun .. -m longctx train OUT/finetune.yaml"
+        )
+    if is_task():
+        raise UserError(other_tasks())
+    given: int | None = arguments.processes
+    return given or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
 
 
 def _given(arguments: argparse.Namespace, out: Path) -> Config:
     """Returns the given settings, after checks of model, adapters and folder, because reading the
     data takes long."""
-    from longctx.model.checkpoint_files import check_name
-    from longctx.training.saved import checkpoint
-
-    check_name(arguments.model)
     # MODEL takes the place of that of a file, such as a recipe, whose model may have been
     # downloaded.
     model = f"model.from_pretrained={yaml_text(arguments.model)}"
@@ -195,7 +209,7 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     if arguments.lora is not None:
         first["lora"] = {"rank": arguments.lora}
     # Its steps stay as they are, whatever --epochs is now.
-    if checkpoint.steps(out) and (out / "config.yaml").is_file():
+    if _is_trained(out):
         first["batch"] = {
             "global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]
         }
@@ -212,6 +226,15 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
         )
     _check_out(out, arguments.overwrite)
     return chosen
+
+
+def _is_trained(out: Path) -> bool:
+    """Returns whether a run in this folder has a checkpoint."""
+    if not (out / "config.yaml").is_file():
+        return False
+    from longctx.training.saved import checkpoint
+
+    return bool(checkpoint.steps(out))
 
 
 def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:

@@ -3,7 +3,6 @@ these name."""
 
 import argparse
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,17 +47,23 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_stand_in_options(parser: argparse.ArgumentParser) -> None:
+def add_stand_in_options(parser: argparse.ArgumentParser, only: str = "--dry-run: ") -> None:
+    """Adds lengths in place of data; `only` says with which option."""
     instead = parser.add_mutually_exclusive_group()
-    lengths = "--dry-run: lengths in place of data, one per line, or those of a store"
+    lengths = f"{only}lengths in place of data, one per line, or those of a store"
     instead.add_argument("--lengths", type=a_path, metavar="FILE|STORE", help=lengths)
-    mix = f"--dry-run: documents of a length mix in place of data: {', '.join(mix_names())}"
+    mix = f"{only}documents of a length mix in place of data: {', '.join(mix_names())}"
     instead.add_argument("--mix", metavar="NAME", help=mix)
+
+
+def lengths_given(arguments: argparse.Namespace) -> bool:
+    """Returns whether lengths are in place of data."""
+    return arguments.lengths is not None or arguments.mix is not None
 
 
 def stands_in(arguments: argparse.Namespace) -> bool:
     """Returns whether lengths are in place of data. Raises UserError if the run is not dry."""
-    given = arguments.lengths is not None or arguments.mix is not None
+    given = lengths_given(arguments)
     if given and not arguments.dry_run:
         raise UserError(
             "--lengths and --mix need --dry-run: lengths can be planned, but not trained on"
@@ -112,7 +117,6 @@ def open_source(
     tokens_per_rank: int,
     steps: int,
     long_documents: str,
-    kinds: Mapping[str, tuple[str, ...]] = KINDS,
     *,
     most_of_row: int | None = None,
 ) -> "LengthSource":
@@ -125,7 +129,7 @@ def open_source(
     from longctx.comparison.steps import file_source, mix_source, store_source
     from longctx.data.store.store import Store
 
-    refuse_other_kinds(arguments, kinds)
+    _refuse_other_kinds(arguments)
     if steps < 1:
         raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
     kind = kind_of_source(arguments)
@@ -171,12 +175,10 @@ def open_source(
     )
 
 
-def refuse_other_kinds(
-    arguments: argparse.Namespace, kinds: Mapping[str, tuple[str, ...]] = KINDS
-) -> None:
+def _refuse_other_kinds(arguments: argparse.Namespace) -> None:
     """Raises UserError for an option of another kind of source."""
     kind = kind_of_source(arguments)
-    for name, supported in kinds.items():
+    for name, supported in KINDS.items():
         if kind not in supported and getattr(arguments, name) is not None:
             option = name.replace("_", "-")
             kinds_of_it = " or ".join(supported)

@@ -60,17 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trains under every mode and prints the times. Returns 1 if the losses of the modes differ,
     143 after SIGTERM."""
-    from longctx.comparison.measured import train_in_turn
     from longctx.parallel.environment import Launch
-    from longctx.training.build import join_run
-    from longctx.training.checks import checks_of
-    from longctx.training.run import Run
-    from longctx.training.run_profile import run_profile
 
     check_writable(arguments.out)
     launch = Launch.to_join()
     show = launch.rank == 0
     config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
+    from longctx.comparison.measured import train_in_turn  # and torch: settings may be wrong
+    from longctx.training.build import join_run
+    from longctx.training.checks import checks_of
+    from longctx.training.run import Run
+    from longctx.training.run_profile import run_profile
+
     run = Run.open(config)
     store = run.data.store
     raise_together(checks_of(config, run.data, run.source, launch.world_size))

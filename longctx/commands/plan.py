@@ -13,8 +13,6 @@ from longctx.commands.lengths import (
     add_step_options,
     kind_of_source,
     open_source,
-    read_lengths,
-    refuse_other_kinds,
 )
 from longctx.commands.output import a_path, check_picture
 from longctx.planning.pipeline import Pipeline
@@ -22,11 +20,10 @@ from longctx.planning.plan import MODES
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
+    from longctx.planning.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
 
 SUMMARY = "Plan one step from document lengths, without training"
-KINDS = {"documents": ("mix",), "global_tokens": ("store",), "seed": ("mix", "store")}
-"""Option → sources of lengths that it applies to; all lengths of a file are one step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.planning.cost.bounds import tight_bound_s
     from longctx.planning.planners.bins import derived_bins
     from longctx.planning.planners.planner import make_plan
-    from longctx.training.run_profile import preset_profile
+    from longctx.training.described import preset_profile
 
     check_picture(arguments.png)
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks)
@@ -96,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
         max_remote_tokens=None,
         pipeline=pipeline,
     )
-    lengths, source, longest = _step(arguments)
     planned = preset_profile(
         arguments.profile,
         arguments.model,
@@ -104,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         domain=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
     )
+    lengths, source, longest = _step(arguments, planned.profile)
     plan = make_plan(
         lengths,
         ranks=arguments.ranks,
@@ -200,21 +197,31 @@ def parse_bins(text: str) -> dict[int, int]:
     return bins
 
 
-def _step(arguments: argparse.Namespace) -> tuple[list[int], str, int]:
+def _step(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple[list[int], str, int]:
     """Returns lengths, their source in words, and the longest document of the data set.
 
-    The step is all of a file, drawn from a mix, or the first one of training on a store.
+    The step is drawn from a mix or a file, or the first one of training on a store; a file with
+    fewer tokens than a step is one. Raises PlanError for a document of the file that the ranks
+    cannot hold.
     """
+    from longctx.planning.check import check_lengths
     from longctx.planning.layout import longest_document
 
-    if kind_of_source(arguments) == "file":
-        refuse_other_kinds(arguments, KINDS)
-        lengths = read_lengths(arguments.lengths)
-        return lengths, f"all of {arguments.lengths} as one step", max(lengths)
     ranks = arguments.ranks
     tokens_per_rank = arguments.tokens_per_rank
-    longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
-    source = open_source(arguments, tokens_per_rank, steps=1, long_documents="split", kinds=KINDS)
-    (lengths,), *_ = source.draw(ranks, longest)
-    words = f"mix {arguments.mix}, seed {source.seed}" if arguments.mix else source.words
-    return lengths, words, min(longest, source.longest)
+    of_file = kind_of_source(arguments) == "file"
+    # Training on a store splits longer documents; whoever writes lengths down may not want that.
+    long_documents = "error" if of_file else "split"
+    source = open_source(arguments, tokens_per_rank, steps=1, long_documents=long_documents)
+    if source.data_set is not None and of_file:
+        check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)
+    most = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
+    drawn = source.draw(ranks, most)
+    (lengths,) = drawn.lengths
+    if arguments.mix:
+        return lengths, f"mix {arguments.mix}, seed {source.seed}", min(most, source.longest)
+    if not of_file:
+        return lengths, source.words, min(most, source.longest)
+    if drawn.remark:
+        return lengths, f"all of {arguments.lengths} as one step", source.longest
+    return lengths, source.words, source.longest

@@ -7,7 +7,9 @@ from longctx.commands.lengths import add_stand_in_options, stands_in
 from longctx.commands.output import a_path
 from longctx.config import load, overview
 from longctx.errors import UserError
+from longctx.model.published import config_alone
 from longctx.paths import local_path
+from longctx.units import whole_number
 
 SUMMARY = (
     "Train a model on packed documents, with a context-parallel degree that changes by the document"
@@ -73,21 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     world_size = Launch.read().world_size
     if arguments.dry_run:
-        from longctx.commands.dry_run import dry_run, stand_in_store
-
-        numbers = [number for number in (arguments.gpus, arguments.processes) if number is not None]
-        ranks = numbers[0] if numbers else world_size
-        if ranks < 1:
-            raise UserError(
-                f"--{'gpus' if arguments.gpus is not None else 'processes'} is {ranks}: give 1 or "
-                "more"
-            )
-        config = load(arguments.config, arguments.overrides, world_size=ranks)
-        dry_run(config, ranks, stand_in_store(arguments, config))
+        with config_alone():
+            _dry_run(arguments, world_size)
         return 0
-    from longctx.start import train
-    from longctx.training.trace import parse_steps
-
     if arguments.gpus is not None:
         raise UserError(
             "--gpus requires --dry-run: to train on N processes of this machine, give --processes N"
@@ -95,14 +85,31 @@ def run(arguments: argparse.Namespace) -> int:
     stands_in(arguments)
     traced = None if arguments.trace_steps is None else parse_steps(arguments.trace_steps)
     step, file = _step(arguments.resume, arguments.config)
+    config = load(file, arguments.overrides, world_size=world_size)
+    from longctx.start import train  # and torch, which takes seconds: settings may be wrong
+
     return train(
-        load(file, arguments.overrides, world_size=world_size),
+        config,
         resume=arguments.resume is not None,
         step=step,
         resume_if_any=arguments.resume_if_any,
         continued=arguments.continued,
         trace_steps=traced,
     )
+
+
+def _dry_run(arguments: argparse.Namespace, world_size: int) -> None:
+    """Predicts the run on --gpus or --processes, or on the processes that there are."""
+    numbers = [number for number in (arguments.gpus, arguments.processes) if number is not None]
+    ranks = numbers[0] if numbers else world_size
+    if ranks < 1:
+        raise UserError(
+            f"--{'gpus' if arguments.gpus is not None else 'processes'} is {ranks}: give 1 or more"
+        )
+    config = load(arguments.config, arguments.overrides, world_size=ranks)
+    from longctx.commands.dry_run import dry_run, stand_in_store
+
+    dry_run(config, ranks, stand_in_store(arguments, config))
 
 
 def _step(resumed: str | bool | None, config: Path | None) -> tuple[int | None, Path | None]:
@@ -117,3 +124,16 @@ def _step(resumed: str | bool | None, config: Path | None) -> tuple[int | None, 
             f"--resume is {resumed}: give the step of a checkpoint, or nothing for the newest"
         )
     return None, local_path(resumed)
+
+
+def parse_steps(text: str) -> range:
+    """Parses `10:12` as steps 10, 11 and 12, and `10` as that step. Raises UserError for anything
+    else."""
+    first, colon, last = text.partition(":")
+    start = whole_number(first)
+    end = whole_number(last if colon else first)
+    if start and end and start <= end:
+        return range(start, end + 1)
+    raise UserError(
+        f"--trace-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1"
+    )

@@ -15,7 +15,7 @@ from longctx.memory.loads import Load, loads
 from longctx.memory.model import estimate
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import Plan
-from longctx.training.run_profile import Described, read_described
+from longctx.training.described import Described, read_described
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ def load(
     _adapt_learning_rate(values)
     config, invalid = _validate(values)
     problems += invalid
+    source = _source(path, on_command_line=bool(overrides or defaults))
+    if problems and config.model.from_pretrained is not None:
+        # To open a checkpoint takes seconds, which nobody waits for who has mistyped a setting.
+        raise ConfigError.of(problems, source)
     wrong = {problem.key for problem in problems}
     # Skip rules on invalid settings: the rule would report the default that replaced the value, not
     # the value given.
@@ -68,7 +72,6 @@ def load(
         p for p in broken_rules(config, world_size) if wrong.isdisjoint({p.key, *p.others})
     ]
     if problems:
-        source = _source(path, on_command_line=bool(overrides or defaults))
         raise ConfigError.of(problems, source)
     return config
 

@@ -92,7 +92,7 @@ def _without(config: Config) -> str:
     """Returns the fix for an initial checkpoint that is missing or unusable."""
     run = config.train.run_dir
     if not (run / "checkpoints").is_dir():
-        return "do as the rule says, or choose another checkpoint"
+        return "name another checkpoint"
     if config.lora.rank is not None:
         return (
             f"restore it: the checkpoints of {run} contain only the adapters, not the base weights"

@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from longctx.config.problems import ConfigError, Problem, plain
 from longctx.hf.lora_options import Lora
 from longctx.model.context_extension import ROPE_KEYS, shape_of_rope
-from longctx.model.presets import MOST_ENTRIES, PRESETS, ModelShape
+from longctx.model.presets import MOST_ENTRIES, PRESETS, PUBLISHED_VOCABULARIES, ModelShape
 from longctx.paths import expanded, local_path
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
@@ -142,6 +142,12 @@ class ModelSection(Section):
         """RoPE settings that override those of the checkpoint, as (key of transformers, value)."""
         theta = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
         return (*theta.items(), *self.rope_scaling.written().items())
+
+    @property
+    def published_vocabulary(self) -> int | None:
+        """Entries of the embedding where no store is known: the setting, or those of the model
+        that the preset is named after; None for one that nobody has published."""
+        return self.vocab_size or PUBLISHED_VOCABULARIES.get(self.preset)
 
     def sizes(self) -> ModelShape:
         """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError

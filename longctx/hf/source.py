@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from longctx.errors import install
 from longctx.hf.lora_options import Lora, LoraError
 from longctx.model.presets import ModelShape, NoNativeModel
+from longctx.model.published import is_config_alone
 from longctx.planning.cost.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
             f"{name}: {source.files.added:,} entries are added to the embedding and an untied "
             "head, each the mean of the others"
         )
+    if source.files is not None and source.files.remark:
+        lines.append(f"{name}: {source.files.remark}")
     if unused := source.unused:
         tensors = f"{len(unused):,} tensors" if len(unused) > 1 else "1 tensor"
         named = ", ".join(unused[:3]) + ", .." * (len(unused) > 3)
@@ -135,18 +138,22 @@ UNSPLIT = (
 )
 
 
-FolderState = tuple[tuple[str, int, int, int], ...]
+FolderState = tuple[tuple[str | int, ...], ...]
 """Name, file, size and time of the last change of every file of a folder."""
 
 
 def state_of(source: str) -> FolderState:
-    """Returns what changes with the files of a checkpoint's folder; nothing of a name on the hub.
+    """Returns what changes with the files of a checkpoint's folder; of a name on the hub, whether
+    its config is asked for alone.
 
     A source that is read once is kept as long as its files stay as they are: settings ask for it
     again and again.
     """
     folder = Path(source)
-    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    if not folder.is_dir():
+        alone = int(is_config_alone())
+        return (("config alone", alone),)
+    files = sorted(file for file in folder.iterdir() if file.is_file())
     states = [(file.name, file.stat()) for file in files]
     return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)
 

@@ -24,8 +24,9 @@ from longctx.parallel.host_memory import free_bytes
 from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.spec import RECOMPUTE_MODES, ModelSpec
 from longctx.training.data import first_plans
+from longctx.training.described import read_described
 from longctx.training.run import Run
-from longctx.training.run_profile import default_profile, own_device, read_described
+from longctx.training.run_profile import default_profile, own_device
 from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
@@ -234,23 +235,6 @@ class RunMemory:
             "the cheapest change that would fit is "
             f"{' '.join(as_override(name, value) for name, value in change.items())}"
         )
-
-    def verdict(self, config: Config, changes: str, memory: Memory) -> list[str]:
-        """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`,
-        and the `changes` that the run makes by `train.fit_memory`, or those that it needs."""
-        available, of = self.available(config)
-        peak = format_bytes(memory.total)
-        at = f"(at: {memory.moment})"
-        if available is None:
-            return [f"needs {peak} per {of}, whose memory is not known {at}"]
-        fits = memory.total <= available
-        if not fits and not changes:
-            changes = self.way_out(config, available)
-        said = (
-            f"{'fits' if fits else 'does not fit'}: {peak} of {format_bytes(available)} per "
-            f"{of} {at}"
-        )
-        return [said, *([changes] if changes else [])]
 
 
 def check_memory(run: Run) -> None:

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from longctx import tokenizer_files
 from longctx.errors import UserError, brief, first_line, install, shell
+from longctx.model.published import PUBLISHED, is_config_alone, write_published
 from longctx.own_files import LIST
 from longctx.paths import expanded
 from longctx.pointers import complaint
@@ -61,6 +63,7 @@ class CheckpointFiles:
         added: number of entries of the vocabulary that the files lack; their rows are the mean of
             the others.
         vocabulary: names of the tensors with a row for every entry, if entries are added.
+        remark: where its config comes from, if not from the checkpoint; empty otherwise.
     """
 
     folder: Path
@@ -69,6 +72,7 @@ class CheckpointFiles:
     untied: bool = False
     added: int = 0
     vocabulary: frozenset[str] = frozenset()
+    remark: str = ""
 
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
@@ -76,7 +80,7 @@ class CheckpointFiles:
         is missing or damaged."""
         source = expanded(source)
         check_name(source)
-        folder = _folder(source)
+        folder, remark = _folder(source)
         if said := complaint(sorted(folder.iterdir())):
             raise PretrainedError(f"{source}: {said}")
         if (folder / DESCRIBED).is_file():
@@ -86,7 +90,7 @@ class CheckpointFiles:
                     json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"
                 ),
             )
-        return cls(folder, _index(folder))
+        return cls(folder, _index(folder), remark=remark)
 
     @property
     def has_values(self) -> bool:
@@ -278,21 +282,38 @@ def check_name(source: str) -> None:
     )
 
 
-def _folder(source: str) -> Path:
-    """Returns the folder of a checkpoint, downloaded from the hub if it is not a local folder."""
+def _folder(source: str) -> tuple[Path, str]:
+    """Returns the folder of a checkpoint, downloaded from the hub if it is not a local folder, and
+    a remark where only its sizes are known."""
     if Path(source).is_dir():
-        return Path(source)
+        return Path(source), ""
     check_name(source)
+    if is_config_alone():
+        wanted = ["config.json"]
+    else:
+        wanted = [*BESIDE_WEIGHTS, "*.safetensors"]
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(source, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
+        return Path(snapshot_download(source, allow_patterns=wanted)), ""
     except Exception as error:  # network, hub and file system may raise anything
+        if is_config_alone() and source in PUBLISHED:
+            why = f"its config cannot be downloaded ({type(error).__name__})"
+            return Path(_published_folder(source).name), f"its published sizes, as {why}"
         raise PretrainedError(
             f"{source} is not a local folder, and cannot be downloaded from the hub "
             f"({type(error).__name__}: {first_line(error)}): check the name, or run `hf download "
             f"{source} --local-dir FOLDER` where the hub can be reached, and give FOLDER"
         ) from error
+
+
+@cache
+def _published_folder(name: str) -> TemporaryDirectory[str]:
+    """Makes a folder with the published config of a checkpoint, which is removed when Python
+    ends."""
+    folder: TemporaryDirectory[str] = TemporaryDirectory()
+    write_published(name, Path(folder.name))
+    return folder
 
 
 def _index(folder: Path) -> dict[str, Path]:

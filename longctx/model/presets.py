@@ -350,3 +350,12 @@ sinks, biases of experts and of the output projection, and bounds of their activ
 decoder lacks. llama-style-462b is 405b with more layers, and llama-style-1t is wider: models of
 docs/evidence/scaling.md.
 """
+
+PUBLISHED_VOCABULARIES: dict[str, int] = {
+    **dict.fromkeys((name for name in PRESETS if name.startswith("llama")), 128_256),
+    **dict.fromkeys((name for name in PRESETS if name.startswith("qwen3")), 151_936),
+    "mixtral-8x7b": 32_000,
+    **dict.fromkeys((name for name in PRESETS if name.startswith("gpt-oss")), 201_088),
+}
+"""Entries of the vocabularies of the models that presets are named after, from the same files:
+predictions take them where no store and no setting says another number."""

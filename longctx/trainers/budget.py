@@ -5,6 +5,7 @@ The default is what the memory of a rank holds by the estimate that `longctx est
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.kinds import Traits
 from longctx.trainers.prepared import prepared
 from longctx.trainers.refusals import TrainerError
-from longctx.training.run_profile import RunProfile, scaled_profile
+from longctx.training.described import RunProfile
+from longctx.training.run_profile import scaled_profile
 from longctx.units import format_bytes
 
 UNIT = 1024
@@ -40,6 +42,60 @@ TILE_VOCABULARY = 32768
 """Sizes of the tile that TRL's fused head computes at once."""
 TILE_BYTES = {"cuda": 4, "cpu": 28}
 """Bytes per logit of a tile: one buffer, or torch's."""
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """What a rank inside a trainer needs, by its tokens.
+
+    Attributes:
+        spec: sizes of the model with its adapters.
+        config: settings of a run like the trainer's.
+        profile: hardware profile, scaled to the model.
+        ranks: number of ranks.
+        device: type of the device.
+        logits: those that are there at once: of `all` tokens, a chunk's, which is part of the
+            estimate, or a `tile` of TRL's fused head.
+    """
+
+    spec: ModelSpec
+    config: Config
+    profile: HardwareProfile
+    ranks: int
+    device: str
+    logits: Literal["all", "chunk", "tile"]
+
+    def bytes(self, tokens: int) -> int:
+        """Returns the bytes that a rank of so many tokens needs."""
+        config = self.config.changed({"batch.tokens_per_rank": tokens})
+        loads = list(full_loads(config, self.ranks, self.profile))
+        if self.spec.encoder_layers:  # as if sources were as long as targets
+            loads = [replace(load, source=load.tokens // 2) for load in loads]
+        fused = self.device == "cuda"
+        memory = estimate(self.spec, config, self.ranks, loads, fused=fused)
+        return memory.total + self._logits(tokens)
+
+    def _logits(self, tokens: int) -> int:
+        vocabulary = self.spec.vocab_size or 0
+        if self.logits == "all":
+            return LOGITS_BYTES * tokens * vocabulary
+        if self.logits == "chunk":
+            return 0
+        entries = min(vocabulary, TILE_VOCABULARY)
+        return TILE_BYTES[self.device] * min(tokens, TILE_TOKENS) * entries
+
+    def most_tokens(self, limit: int) -> int:
+        """Returns the largest multiple of `UNIT` tokens that need at most `limit` bytes; 0 if none
+        does."""
+        fitting = 0
+        failing = MAX_UNITS + 1
+        while failing - fitting > 1:
+            units = (fitting + failing) // 2
+            if self.bytes(units * UNIT) <= limit:
+                fitting = units
+            else:
+                failing = units
+        return fitting * UNIT
 
 
 @dataclass(frozen=True)
@@ -111,40 +167,30 @@ class Workload:
         if group is not None:
             dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
         limit = int(ROOM * int(fewest[0]))
-        all_logits = not fewest[1]
-        fitting = 0
-        failing = MAX_UNITS + 1
-        while failing - fitting > 1:
-            units = (fitting + failing) // 2
-            if self._needed(units * UNIT, all_logits) <= limit:
-                fitting = units
-            else:
-                failing = units
-        if not fitting:
+        needs = self._needs(chunks=bool(fewest[1]))
+        tokens = needs.most_tokens(limit)
+        if not tokens:
             raise TrainerError(
-                f"{UNIT:,} tokens per rank need {format_bytes(self._needed(UNIT, all_logits))} by "
+                f"{UNIT:,} tokens per rank need {format_bytes(needs.bytes(UNIT))} by "
                 f"estimate, but only {format_bytes(limit)} of a rank's memory are to be filled: "
                 "use FSDP2, gradient_checkpointing or adapters, or give tokens_per_rank if you "
                 "know that it fits"
             )
-        return fitting * UNIT
+        return tokens
 
-    def _needed(self, tokens: int, all_logits: bool) -> int:
-        """Returns the bytes that a rank of so many tokens needs; without `all_logits` it has those
-        of a chunk."""
-        ranks = self.traits.args.world_size
-        device = self.traits.args.device.type
-        config = self.config.changed({"batch.tokens_per_rank": tokens})
-        loads = list(full_loads(config, ranks, self.named.profile))
-        if self.spec.encoder_layers:  # as if sources were as long as targets
-            loads = [replace(load, source=load.tokens // 2) for load in loads]
-        vocabulary = self.spec.vocab_size or 0
-        logits = LOGITS_BYTES * tokens * vocabulary if all_logits else 0
+    def _needs(self, *, chunks: bool) -> RankNeeds:
+        args = self.traits.args
+        logits: Literal["all", "chunk", "tile"] = "chunk" if chunks else "all"
         if self.traits.trl_class is not None:
-            logits = (
-                TILE_BYTES[device] * min(tokens, TILE_TOKENS) * min(vocabulary, TILE_VOCABULARY)
-            )
-        return estimate(self.spec, config, ranks, loads, fused=device == "cuda").total + logits
+            logits = "tile"
+        return RankNeeds(
+            self.spec,
+            self.config,
+            profile=self.named.profile,
+            ranks=args.world_size,
+            device=args.device.type,
+            logits=logits,
+        )
 
 
 def _spec_of(traits: Traits) -> ModelSpec:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -24,6 +25,8 @@ from longctx.training.objectives.balance import STATISTICS
 from longctx.units import format_bytes
 
 LOG = "metrics.jsonl"
+RECENT = 20
+"""Steps whose mean time tells how long the others take."""
 
 
 def _row(group: str, over_ranks: str | None = None, default: Any = MISSING) -> Any:
@@ -161,37 +164,35 @@ class StepMetrics:
             computed_tokens=computed if batch.rows else None,
         )
 
-    def console(self) -> str:
-        """Returns the line of the step in the console."""
-        degrees = " ".join(f"{degree}:{count}" for degree, count in self.degrees.items())
-        mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
-        in_pipeline = self.predicted_bubble_share > 0
-        if in_pipeline:
-            bubble = (
-                f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) "
-            )
+    def console(self, steps: int, seconds_left: float) -> str:
+        """Returns the line of the step in the console, of `steps`, which need `seconds_left` more,
+        and a second one for a validation. metrics.jsonl and TensorBoard have the other numbers."""
+        if self.target_tokens:
+            learned = f"loss {self.loss:.3f} grad {self.grad_norm:.3g}"
         else:
-            bubble = ""
+            learned = "without targets"
+        if self.mfu is None:
+            speed = f"tok/s/rank {_short(self.tokens_per_s_per_rank)}"
+        else:
+            speed = f"mfu {self.mfu:.1%}"
+        words = [
+            f"step {self.step}/{steps}",
+            learned,
+            speed,
+            f"mem {format_bytes(self.peak_memory_bytes)}",
+            f"degrees {_span(self.degrees)}",
+            f"time {self.step_time_s:.2f}s",
+        ]
+        if self.step < steps:
+            words.append(f"eta {_rounded(seconds_left)}")
+        if self.skipped:
+            words.append("skipped")
+        line = " ".join(words)
         if self.validation_loss is None:
-            validated = ""
-        else:
-            validated = f"\n  validation loss {self.validation_loss:.3f} "
-        if validated:
-            validated += f"on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
-        marked = " skipped" * self.skipped
-        experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
-        if not self.computed_tokens:
-            merged = ""
-        else:
-            merged = f"merged {self.tokens / self.computed_tokens:.2f}x "
-        learned = f"loss {self.loss:.3f} grad_norm {self.grad_norm:.2f}"
+            return line
         return (
-            f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr "
-            f"{self.lr:.1e} tok/s/rank {_short(self.tokens_per_s_per_rank)} {merged}{mfu}mem "
-            f"{format_bytes(self.peak_memory_bytes)} degrees {degrees} {experts}balance "
-            f"{self.balance:.2f} gap {self.gap:.1%} {bubble}data "
-            f"{self.data_wait_s / self.step_time_s:.1%} time {self.step_time_s:.2f}s (predicted "
-            f"{self.predicted_s:.2f}s){marked}{validated}"
+            f"{line}\n  validation loss {self.validation_loss:.3f} on {self.validation_tokens:,} "
+            f"tokens in {self.validation_s:.1f}s"
         )
 
     def scalars(self) -> dict[str, float]:
@@ -215,6 +216,28 @@ def _of_experts(sums: Mapping[str, float], layers: float) -> dict[str, float | N
     return {
         name: None if name.endswith("loss") and not mean else mean for name, mean in means.items()
     }
+
+
+def _span(degrees: Mapping[str, int]) -> str:
+    """Returns the least and the greatest degree: 1-16, or 4 if there is no other."""
+    numbers = [int(degree) for degree in degrees]
+    if not numbers:
+        return "-"
+    if len(numbers) == 1:
+        return f"{numbers[0]}"
+    return f"{min(numbers)}-{max(numbers)}"
+
+
+def _rounded(seconds: float) -> str:
+    """Returns seconds in the unit in which people wait: 40s, 6m, 3h05m, 12d."""
+    if seconds < 60:
+        return f"{seconds:.0f}s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes}m"
+    if minutes < 100 * 60:
+        return f"{minutes // 60}h{minutes % 60:02}m"
+    return f"{minutes / 60 / 24:.0f}d"
 
 
 def _short(number: float) -> str:
@@ -294,6 +317,8 @@ class MetricsLog:
         folder = config.train.run_dir
         self.path = folder / LOG
         self._every = config.log.every
+        self._steps = config.train.steps
+        self._times: deque[float] = deque(maxlen=RECENT)
         self._shown = {after_step + 1, config.train.steps}
         lines = list(read_log(self.path))
         kept = [line for step, line in lines if step is not None and step["step"] <= after_step]
@@ -316,8 +341,11 @@ class MetricsLog:
 
     def write(self, metrics: StepMetrics) -> None:
         notable = metrics.skipped or metrics.validation_loss is not None
+        self._times.append(metrics.step_time_s)
         if metrics.step % self._every == 0 or metrics.step in self._shown or notable:
-            print(metrics.console(), flush=True)
+            step_s = sum(self._times) / len(self._times)
+            line = metrics.console(self._steps, step_s * (self._steps - metrics.step))
+            print(line, flush=True)
         numbers = {
             name: None if isinstance(n, float) and not math.isfinite(n) else n
             for name, n in asdict(metrics).items()

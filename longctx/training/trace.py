@@ -8,22 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from longctx.data.packing import StepBatch
-from longctx.errors import UserError
 from longctx.model.protocol import Model
-from longctx.units import whole_number
-
-
-def parse_steps(text: str) -> range:
-    """Parses `10:12` as steps 10, 11 and 12, and `10` as that step. Raises UserError for anything
-    else."""
-    first, colon, last = text.partition(":")
-    start = whole_number(first)
-    end = whole_number(last if colon else first)
-    if start and end and start <= end:
-        return range(start, end + 1)
-    raise UserError(
-        f"--trace-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1"
-    )
 
 
 def micro_batch_name(batch: StepBatch, number: int) -> str:

@@ -27,7 +27,7 @@ from longctx.planning.cost.spec import NO_LATENT, Matrix, ModelSpec
 from longctx.planning.cost.work import work_of
 from longctx.planning.layout import Layout, Placement
 from longctx.trainers.prepared import prepared
-from longctx.training.run_profile import read_described
+from longctx.training.described import read_described
 from tests.huggingface_cases import SPECIAL, build_model
 from tests.latent_cases import DENSE, Case, expected, first_micro_batch, placements, run_step, steps
 from tests.lora_cases import make_checkpoint

@@ -183,7 +183,7 @@ def test_gradients_of_another_shape_are_refused() -> None:
 
 def test_a_step_of_the_other_package_says_what_to_import() -> None:
     """The wheel's, where longctx is installed as well."""
-    other = type("Step", (), {"__module__": "longctx_check.record"})
+    other = type("Step", (), {"__module__": "longctx_check.recording"})
     said = "make returned a Step of longctx_check: import it from longctx.check"
     with pytest.raises(CheckError, match=said):
         check_step(lambda probe: other(), [SHORT])

@@ -31,7 +31,7 @@ from longctx.model.presets import ModelShape
 from longctx.planning.cost.work import kv_bytes_per_token
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
-from longctx.training.run_profile import read_described
+from longctx.training.described import read_described
 from tests import calibration_cases, launched
 from tests.calibration_cases import TINY
 from tests.family_cases import build

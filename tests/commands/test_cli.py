@@ -1,6 +1,7 @@
 """The command line: what it lists, what it imports, and how errors reach the user."""
 
 import argparse
+import json
 import re
 import runpy
 import subprocess
@@ -11,9 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 import longctx
 from longctx import cli
+from longctx.config.names import SETTINGS
+from longctx.config.run import SECTIONS
 from longctx.errors import UserError
 
 
@@ -55,6 +59,58 @@ def test_help_lists_every_command_without_importing_torch() -> None:
         assert len(line.split()) > 2, "a command has a summary"
 
 
+REFUSED = [
+    "train --nope",
+    "train --batch.foo 1",
+    "train no.yaml --dry-run",
+    "train --dry-run --gpus 0",
+    "train --mix wlb_128k",
+    "train --trace-steps x",
+    "finetune model",
+    "finetune model data --lora 0",
+    "finetune owner/model data --train.step 3",
+    "train --model.from_pretrained owner/model --train.step 3",
+    "eval run --documents 0",
+    "export run out --max-shard-size x",
+    "plan --lengths no.txt --ranks 8",
+    "compare --lengths no.txt",
+    "measure no.yaml",
+    "check-step no.py",
+    "check-step --data no.py --probe x",
+    "calibrate no.yaml",
+    "estimate --gpus 0",
+    "estimate --batch.foo 1",
+    "config nope",
+]
+
+
+def test_help_plans_and_refusals_come_before_torch_is_imported(tmp_path: Path) -> None:
+    """It takes seconds, which nobody waits for who has mistyped an option."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("3000\n" * 9)
+    told = [f"{name} --help" for name in cli.COMMANDS]
+    told.append(f"plan --lengths {lengths} --ranks 8 --tokens-per-rank 2048 --model llama-3.1-8b")
+    code = f"""
+import sys
+from longctx.cli import main
+
+def status(command):
+    try:
+        return main(command.split())
+    except SystemExit as end:
+        return end.code
+
+for command in {told!r}:
+    assert status(command) == 0, command
+    assert "torch" not in sys.modules, command
+for command in {REFUSED!r}:
+    assert status(command) == 2, command
+    assert "torch" not in sys.modules, command
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_help_with_one_default_per_option(
     name: str, capsys: pytest.CaptureFixture[str]
@@ -66,7 +122,64 @@ def test_every_command_has_help_with_one_default_per_option(
     assert f"usage: longctx {name}" in text
     for entry in re.split(r"\n\n|\n  (?=-)", text):
         assert entry.count("(default") <= 1, f"a doubled default: {entry}"
+        assert "(default: [])" not in entry
     assert name != "plan" or "(default: " in text
+
+
+@pytest.mark.slow
+def test_libraries_say_nothing_before_a_command_does() -> None:
+    """transformers imports torchao, which warns in five lines, on every rank."""
+    code = "import longctx.cli; longctx.cli.main(['config', 'log']); import transformers.trainer"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0 and process.stderr == ""
+
+
+def test_shells_complete_commands_options_settings_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab")
+    assert cli.main(["--completion", "bash"]) == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "my run.yaml").write_text("")
+
+    def completed(*words: str) -> list[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        code = (
+            f"source {script}; COMP_WORDS=(longctx {line}); COMP_CWORD={len(words)}; "
+            'COMPREPLY=(); _shtab_longctx; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        process = subprocess.run(
+            ["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+        )
+        return process.stdout.split("\n")[:-1]
+
+    assert completed("est") == ["estimate"]
+    assert completed("train", "--batch.t") == ["--batch.tokens_per_rank"]
+    assert completed("finetune", "--proc") == ["--processes"]
+    assert completed("estimate", "--mi") == ["--mix"]
+    assert completed("train", "my") == ["my run.yaml"]
+    assert completed("plan", "--train.") == [""], "it takes no settings"
+
+
+def test_the_schema_knows_every_setting_and_no_other(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    known = set()
+    for section, content in schema["properties"].items():
+        reference, null = content["anyOf"]
+        assert null == {"type": "null"}, "a section whose lines are commented out"
+        of_section = schema["$defs"][reference["$ref"].removeprefix("#/$defs/")]
+        assert of_section["additionalProperties"] is False
+        assert of_section["properties"].keys() == SECTIONS[section].model_fields.keys()
+        known |= {f"{section}.{name}" for name in of_section["properties"]}
+        assert all(each["description"] for each in of_section["properties"].values())
+    assert known == SETTINGS.keys()
+    for file in (repository / "examples" / "recipes").glob("*.yaml"):
+        assert yaml.safe_load(file.read_text()).keys() <= schema["properties"].keys(), file
+    assert cli.main(["config", "--schema", "train"]) == 2
 
 
 def test_config_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:

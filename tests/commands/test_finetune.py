@@ -381,14 +381,17 @@ def test_more_epochs_continue_and_another_base_does_not(
 
 
 def test_torchrun_is_refused(
-    checkpoint: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    conversations: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(
-        UserError,
-        match=r"omit torchrun, and give --processes; .* -m longctx train OUT/finetune\.yaml",
-    ):
-        command.run(argparse.Namespace())
+    assert main(["finetune", str(checkpoint), str(conversations)]) == 2
+    assert re.search(
+        r"omit torchrun, and give --processes; .* -m longctx train OUT/finetune\.yaml",
+        capsys.readouterr().err,
+    )
 
 
 def test_every_option_of_data_is_one_of_finetune(
@@ -658,10 +661,16 @@ def test_settings_can_be_made_without_training(
     assert config.optimizer.weight_decay == 0.5 and config.checkpoint.export == out / "export"
     shown = capsys.readouterr().out
     assert (
-        "dry run on 2 ranks" in shown
-        and "memory     fits: " in shown
+        "\ndry run on 2 ranks" in shown
+        and shown.startswith("fits: ")
         and shown.endswith("--processes 2 --resume-if-any\n")
     )
+    settings = str(out / "finetune.yaml")
+    for words in (["estimate"], ["train", "--dry-run"]):
+        assert main([*words, settings, "--gpus", "2"]) == 0
+        verdict = capsys.readouterr().out.splitlines()[0]
+        free = re.compile(r" of [\d.,]+ [MG]iB per")  # of this machine, at this moment
+        assert free.sub("", verdict) == free.sub("", shown.splitlines()[0])
     whole = json.loads((out / "store" / "manifest.json").read_text())
     assert config.train.steps * config.batch.global_tokens == pytest.approx(
         2 * whole["tokens"], rel=0.5

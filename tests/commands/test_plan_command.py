@@ -13,6 +13,7 @@ from rich.console import Console
 from longctx.cli import main
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.mixes import load_mix
+from longctx.comparison.steps import file_source
 from longctx.config import load
 from longctx.planning.cost.bounds import tight_bound_s
 from longctx.planning.hardware_profile import HardwareProfile
@@ -92,7 +93,7 @@ def test_the_gain_over_fixed_static_is_said_first(
     lengths: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths.write_text("\n".join(map(str, LENGTHS * 4)))
-    assert plan(lengths) == 0
+    assert plan(lengths, "--global-tokens", "1000000") == 0
     made = make_plan(LENGTHS * 4, ranks=4, tokens_per_rank=8192, profile=H100)
     out = flat(capsys)
     assert ("no plan takes less than" in out) == (tight_bound_s(made) > 1.0005 * made.lower_bound_s)
@@ -161,8 +162,30 @@ def test_a_mix_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["lengths"] == load_mix("wlb_128k").draw(5, seed=3)
     assert main([*request, "--global-tokens", "100"]) == 2
     assert (
-        "--global-tokens needs a store, but the lengths come from a mix" in capsys.readouterr().err
+        "--global-tokens needs a file or store, but the lengths come from a mix"
+        in capsys.readouterr().err
     )
+
+
+def test_a_step_is_drawn_from_a_file_as_compare_draws_it(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of many documents is no step: its plan would say little of training."""
+    known = [12000, *[900] * 20, *[300] * 400]
+    lengths.write_text("\n".join(map(str, known)))
+    sized = ["--global-tokens", "40000", "--seed", "2", "--json"]
+    assert plan(lengths, *sized) == 0
+    step = json.loads(capsys.readouterr().out)["lengths"]
+    source = file_source(known, "", lambda _: 40000, seed=2, steps=1, long_documents="error")
+    (drawn,) = source.draw(4, 32768).lengths
+    assert step == drawn and 40000 <= sum(step) < 40000 + 12000 and step != known[: len(step)]
+    assert plan(lengths, "--global-tokens", "40000") == 0
+    assert "1 step of the 421 documents of " in flat(capsys)
+    assert plan(lengths, "--global-tokens", "1000000") == 0
+    assert "as one step" in flat(capsys)
+    lengths.write_text("99999\n" + "5\n" * 100_000)
+    assert plan(lengths, "--global-tokens", "100") == 2, "whether or not it is drawn"
+    assert "document 0 has 99999 tokens, but 4 ranks of 8192" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -187,8 +210,7 @@ def test_a_mix_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
             ["--pipeline-chunks", "2"],
             "several chunks need a pipeline of 2 or more ranks; use 1 chunk, or 2 or more",
         ),
-        ("5\n", ["--global-tokens", "100"], "--global-tokens needs a store"),
-        ("5\n", ["--seed", "1"], "--seed needs a mix or store"),
+        ("5\n", ["--documents", "1"], "--documents needs a mix"),
         ("5\n", ["--png", "missing/plan.png"], "missing/plan.png cannot be written"),
         ("5\n", ["--png", "plan.doc"], "plan.doc: the file name must end in one of .png"),
     ],

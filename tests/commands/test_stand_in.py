@@ -41,11 +41,12 @@ def test_lengths_stand_in_for_a_store(lengths: Path, capsys: pytest.CaptureFixtu
         *TINY,
     ]
     out = said(capsys, "train", *given)
-    assert out.startswith("dry run on 2 ranks"), "of the GPUs, if the start of processes is given"
+    assert "\ndry run on 2 ranks" in out, "of the GPUs, if the start of processes is given"
     assert f"from {lengths}" in out and "memory     " in out
     (count,) = re.findall(r"run        100 steps \(an epoch has (\d+), of 12,900 tokens\)", out)
     assert 1 <= int(count) <= 4, "steps of at least 4,000 tokens"
-    assert re.search(r"; [\d.e+,]+ process hours per billion tokens\n", out)
+    verdict = out.splitlines()[0]
+    assert re.search(r" for 100 steps, [\d.,]+ process hours per billion tokens$", verdict)
     saved = re.findall(
         r"gain       steps take (\d+)% less time than with one degree for all documents of a step",
         out,
@@ -75,7 +76,7 @@ def test_a_mix_stands_in_for_a_store(capsys: pytest.CaptureFixture[str]) -> None
         (["--mix=magi_192k"], "--lengths and --mix need --dry-run"),
         (
             ["--mix=magi_192k", "--dry-run"],
-            "model.vocab_size is null, and lengths have no tokenizer",
+            "model.vocab_size is null, model.preset tiny has no published vocabulary",
         ),
         (
             ["--mix=magi_192k", "--dry-run", "--data.merge_prefixes=true"],
@@ -122,10 +123,63 @@ def test_without_a_store_a_dry_run_names_what_can_stand_in(
     ]
     assert main(command) == 2
     refused = capsys.readouterr().err
-    assert (
-        "longctx prepare" in refused
-        and "--mix wlb_128k or --lengths FILE, with --model.vocab_size" in refused
+    assert "longctx prepare" in refused and "--mix wlb_128k or --lengths FILE" in refused
+
+
+def test_every_command_says_one_verdict(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a recipe without a store, whose preset brings its vocabulary."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("60000\n" + "700\n" * 2000)
+    recipe = str(repository / "examples/recipes/pretrain-8b-128k.yaml")
+    smaller = ["--batch.global_tokens=524288", "--train.steps=1000"]
+    given = [recipe, "--gpus", "16", f"--lengths={path}", *smaller]
+    verdicts = []
+    for command in (["train", "--dry-run"], ["estimate"]):
+        verdicts.append(said(capsys, *command, *given).splitlines()[0])
+    assert verdicts[0] == verdicts[1]
+    assert re.fullmatch(
+        r"fits: [\d.]+ GiB of 74.51 GiB per H100 \(recompute none, degrees \d+ to \d+\); "
+        r"[\d.]+ s a step, [\d.]+ (hours|minutes) for 1,000 steps, [\d.]+ GPU hours per billion "
+        "tokens",
+        verdicts[0],
     )
+
+
+def test_predictions_download_no_weights(
+    repository: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where the hub cannot be reached, a checkpoint of a recipe has its published sizes; a run
+    is refused, also after the prediction in one process."""
+    wanted = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        wanted.append((name, allow_patterns))
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    path = tmp_path / "lengths.txt"
+    path.write_text("30000\n" + "700\n" * 2000)
+    recipe = str(repository / "examples/recipes/chat-lora-a100-80gb.yaml")
+    model = "meta-llama/Llama-3.1-8B-Instruct"
+    given = [recipe, "--gpus=2", f"--lengths={path}", "--batch.global_tokens=131072"]
+    shown = said(capsys, "estimate", *given)
+    assert shown.startswith("fits: ") and "of 74.51 GiB per A100 (" in shown
+    assert f"{model}: its published sizes, as its config cannot be downloaded (OSError)" in shown
+    dry = said(capsys, "train", "--dry-run", *given)
+    assert dry.splitlines()[0] == shown.splitlines()[0]
+    assert wanted == [(model, ["config.json"])]
+    finetuned = [model, f"--lengths={path}", "--processes=2", "--dry-run", "--lora=16"]
+    on_gpus = ["--train.device=cuda", "--context.profile=a100-80gb"]
+    assert said(capsys, "finetune", *finetuned, *on_gpus).startswith("fits: ")
+    assert said(capsys, "train", recipe).startswith("refused: ")
+    assert "*.safetensors" in wanted[-1][1]
+    another = said(capsys, "estimate", "--model.from_pretrained=some/other")
+    assert "some/other is not a local folder, and cannot be downloaded" in another
 
 
 @pytest.mark.slow
@@ -139,5 +193,5 @@ def test_what_a_dry_run_without_a_store_is_told_to_type_is_a_plan(
         "--gpus",
         "64",
     ]
-    assert main([*command, "--mix", "wlb_128k", "--model.vocab_size", "128256"]) == 0
+    assert main([*command, "--mix", "wlb_128k"]) == 0
     assert "GPU hours per billion tokens" in capsys.readouterr().out

@@ -500,42 +500,94 @@ ON_H100 = [
 LARGE = "--batch.tokens_per_rank=65536"
 
 
+TIMES = (
+    r"; [\d.,]+ s a step, [\d.,]+ (hours|minutes|seconds) for 100 steps, "
+    r"[\d.,]+ (GPU|process) hours per billion tokens"
+)
+
+
 @pytest.mark.parametrize(
-    ("settings", "verdict", "change"),
+    ("settings", "verdict", "chosen", "remark"),
     [
-        (["--model.preset=llama-3.2-1b"], "fits", "train.fit_memory: --context.keep_kv=true"),
+        (
+            ["--model.preset=llama-3.2-1b"],
+            "fits",
+            "recompute none, degree 8",
+            "train.fit_memory: --context.keep_kv=true, by itself",
+        ),
         (
             ["--model.preset=llama-3.2-1b", "--train.fit_memory=false"],
             "fits",
-            "1.24B parameters, computed in bfloat16, 8 ranks",
+            "recompute none, degree 8",
+            "1.24B parameters, computed in bfloat16, 8 ranks, full ranks, documents of 65,536 ",
         ),
-        ([LARGE], "does not fit", "train.fit_memory: --train.recompute=full"),
+        (
+            [LARGE],
+            "fits",
+            "recompute full, degree 8",
+            "train.fit_memory: --train.recompute=full, by itself",
+        ),
         (
             [LARGE, "--train.fit_memory=false"],
             "does not fit",
+            "recompute none, degree 8",
             "the cheapest change that would fit is --train.recompute=",
         ),
         (
             ["--batch.tokens_per_rank=1000000", "--context.profile=a100-40gb"],
             "does not fit",
+            "recompute none, degree 8",
             "no memory setting saves enough",
         ),
     ],
 )
-def test_an_estimate_says_first_whether_the_run_fits(
+def test_an_estimate_says_first_whether_the_run_that_starts_fits(
     settings: list[str],
     verdict: str,
-    change: str,
+    chosen: str,
+    remark: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On GPUs that are not here: of the size in the profile."""
+    """On GPUs that are not here: of the size in the profile. The parts are those of that run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpu = r"37.25 GiB per A100-\S+" if "a100" in settings[-1] else "74.51 GiB per H100"
     assert main(["estimate", "--data.store=none", *ON_H100, *settings]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{verdict}: [\d,.]+ GiB of {gpu} \(at: .*\)", lines[0])
-    assert lines[1].startswith(change)
+    said = re.fullmatch(rf"{verdict}: ([\d,.]+) GiB of {gpu} \({chosen}\){TIMES}", lines[0])
+    assert said, lines[0]
+    assert lines[1].startswith(remark)
+    parts = re.findall(r"^  [a-z]\D* ([\d.,]+) GiB$", "\n".join(lines), re.MULTILINE)
+    total = sum(float(part.replace(",", "")) for part in parts)
+    assert total == pytest.approx(float(said[1].replace(",", "")), abs=0.005 * (1 + len(parts)))
+
+
+def test_an_estimate_reads_no_store_that_was_not_named(
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such as that of `make train`, which lies where the default is: the answer would be another
+    one in another folder."""
+    default = tmp_path / "stores" / "python-stdlib"
+    default.parent.mkdir()
+    default.symlink_to(store)
+    command = [
+        "estimate",
+        "--model.vocab_size=1000",
+        "--train.device=cuda",
+        "--context.profile=h100-nvlink-ib",
+    ]
+    answers = []
+    for folder in (tmp_path, store):
+        monkeypatch.chdir(folder)
+        assert main(command) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and "full ranks, documents of 8,192 tokens" in answers[0]
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--data.store=stores/python-stdlib"]) == 0
+    assert "the first steps of stores/python-stdlib" in capsys.readouterr().out
 
 
 def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -567,7 +619,7 @@ def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     first, second, *others = said.splitlines()
     assert re.fullmatch(
         rf"fits: {format_bytes(configured['total'])} of .* per rank, if all are on this machine "
-        r"\(at: .*\)",
+        rf"\(recompute full, degrees? .*\){TIMES}",
         first,
     )
     assert second.startswith("0.427M parameters, computed in float32, 2 ranks of CPUs")
@@ -583,7 +635,9 @@ def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([*arguments, "--all"]) == 0
     assert capsys.readouterr().out.count("\n  --train.recompute=") == len(found["choices"]) == 30
     assert main(["estimate", f"--data.store={tmp_path / 'none'}"]) == 2
-    assert "--model.vocab_size" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    for way_out in ("--model.vocab_size", "--mix", "--lengths"):
+        assert way_out in refused
     assert (
         main(["estimate", f"--data.store={tmp_path / 'none'}", "--model.vocab_size=1000", "--json"])
         == 0

@@ -188,7 +188,7 @@ def test_a_command_starts_its_processes(tmp_path: Path) -> None:
     assert (
         (run / "config.yaml").read_text().startswith("# 2 ranks: cpu, float32, attention by cpu\n")
     )
-    assert done.stdout.count("step 1 loss") == 1
+    assert done.stdout.count("step 1/1 loss") == 1
 
 
 def test_another_package_of_the_name_in_the_working_folder_is_refused(

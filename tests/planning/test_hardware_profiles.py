@@ -15,8 +15,8 @@ from longctx.planning.hardware_profile import (
     ProfileError,
     shipped_profiles,
 )
+from longctx.training.described import read_described
 from longctx.training.metrics import peak_flops
-from longctx.training.run_profile import read_described
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

@@ -270,8 +270,8 @@ def run_page(page: Path, folder: Path) -> list[str]:
 def test_the_tour_of_the_readme(folder: Path) -> None:
     outputs = run_page(README, folder)
     assert len(outputs) == 5
-    assert "step 2 loss" in outputs[3], "trains"
-    assert "from step 2" in outputs[4] and "step 3 loss" in outputs[4], "resumes"
+    assert "step 2/2 loss" in outputs[3], "trains"
+    assert "from step 2" in outputs[4] and "step 3/3 loss" in outputs[4], "resumes"
     assert "64 ranks" in outputs[0] and "over the best static degree" in outputs[0], "compares"
 
 

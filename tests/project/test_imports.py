@@ -81,7 +81,7 @@ MAY_IMPORT = {
     "start": CORE | {"training", "memory", "report"},
     "commands": CORE
     | {"training", "memory", "evaluation", "calibration", "plots", "comparison", "start", "check"}
-    | {"safe_yaml"},
+    | {"safe_yaml", "trainers"},
     "cli": {"errors", "commands", "parallel"},
     "__main__": {"cli"},
 }

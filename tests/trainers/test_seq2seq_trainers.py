@@ -26,11 +26,12 @@ from tests.trainer_cases import (
     TOKENS_PER_RANK,
     arguments,
     as_rank,
+    as_rank_alone,
     report,
     select_fsdp_on_cpus,
     tokenizer,
 )
-from tests.trainers.test_trainers import as_rank_alone, assert_equal
+from tests.trainers.test_trainers import assert_equal
 from tests.workers import Workers
 
 LENGTHS = [(67, 53), (1, 1), (2, 43), (41, 1)]

@@ -15,8 +15,7 @@ import transformers
 
 from longctx.trainers import dynamic_context_parallel
 from tests.encoder_cases import build_encoder
-from tests.trainer_cases import conversations, model, preferences, tokenizer
-from tests.trainers.test_trainers import as_rank_alone
+from tests.trainer_cases import as_rank_alone, conversations, model, preferences, tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -43,6 +43,7 @@ from tests.trainer_cases import (
     Batches,
     arguments,
     as_rank,
+    as_rank_alone,
     documents,
     finetune,
     model,
@@ -561,16 +562,6 @@ def trainer(
     return (kind or Trainer)(
         of or model(), given, data_collator=pad, train_dataset=data or documents()
     )
-
-
-def as_rank_alone() -> None:
-    import os
-
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
 
 
 def test_restored_it_is_as_before(tmp_path: Path) -> None:

@@ -30,13 +30,8 @@ from longctx.planning.hardware_profile import (
 from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
 from longctx.training.data import make_planner
-from longctx.training.run_profile import (
-    FLOAT8_TIME,
-    ProfilesDiffer,
-    preset_profile,
-    read_described,
-    run_profile,
-)
+from longctx.training.described import ProfilesDiffer, preset_profile, read_described
+from longctx.training.run_profile import FLOAT8_TIME, run_profile
 from tests.training_cases import SMALL, start
 from tests.workers import Workers
 

@@ -409,9 +409,9 @@ def test_a_step_without_targets_updates_nothing(
         training_cases.without_targets_in_step_3, 2, store, tmp_path, settings
     ):
         assert third.skipped and math.isnan(third.loss) and third.target_tokens == 0
-        assert third.console().startswith(
-            "step 3 without targets: lr "
-        ) and third.console().endswith(" skipped")
+        line = third.console(10, 90.0)
+        assert line.startswith("step 3/10 without targets tok/s/rank ")
+        assert line.endswith(" eta 2m skipped")
 
 
 def test_ranks_that_disagree_on_the_plan(workers: Workers, store: Path, tmp_path: Path) -> None:
@@ -542,11 +542,37 @@ def test_the_console_shows_some_steps_and_those_that_matter(
     for step in steps:
         log.write(step)
     log.close()
-    shown = [
-        line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step")
-    ]
-    assert shown == ["1", "5", "8", "9", "10", "12"]
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line for line in lines if line.startswith("step")]
+    assert [line.split()[1] for line in shown] == [f"{n}/12" for n in (1, 5, 8, 9, 10, 12)]
     assert len(steps_in(tmp_path)) == 12
+    left = 7 * sum(step.step_time_s for step in steps[:5]) / 5
+    eta = re.fullmatch(
+        r"step 5/12 loss \d+\.\d{3} grad [\d.]+ tok/s/rank [\d.]+k? mem \d+\.\d\d GiB "
+        r"degrees [\d-]+ time \d+\.\d\ds eta (\d+)s",
+        shown[1],
+    )
+    assert eta and int(eta[1]) == round(left), "by the mean of the steps so far"
+    assert "eta" not in shown[-1], "it is the last"
+
+
+def test_the_line_of_a_step_has_100_columns_at_most() -> None:
+    lines = (Path(__file__).parents[1] / "recorded_metrics.jsonl").read_text("utf-8").splitlines()
+    large = replace(
+        StepMetrics(**{**json.loads(lines[0]), "validation_loss": None}),
+        step=99_999,
+        loss=10.1234,
+        grad_norm=123.456,
+        degrees={str(degree): 1000 for degree in range(1, 65)},
+        peak_memory_bytes=140 << 30,
+        step_time_s=123.456,
+        mfu=0.456,
+    )
+    line = large.console(100_000, 3600 * 99.0)
+    assert "mfu 45.6% mem 140.00 GiB degrees 1-64 time 123.46s eta 99h00m" in line
+    assert len(line) <= 100
+    assert large.console(100_000, 3600 * 24 * 12.2).endswith(" eta 12d")
+    assert large.console(100_000, 3599.0).endswith(" eta 1h00m")
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -653,17 +679,19 @@ def test_dry_run(
         float(found)
         for found in re.findall(r"^ +\d  .* (\d+\.\d+) s  .*\(static", said, re.MULTILINE)
     ]
-    epoch = re.search(
-        r"\nrun        100 steps \(an epoch has (\d+), of [\d,]+ tokens\), ([\d.]+) seconds as "
-        r"predicted",
+    verdict = re.match(
+        r"fits: [\d.]+ [GM]iB of [\d.]+ GiB per rank, if all are on this machine \(recompute none, "
+        r"degrees? \d.*\); ([\d.]+) s a step, ([\d.]+) seconds for 100 steps, [\d.,]+ process hours "
+        r"per billion tokens\n",
         said,
     )
-    assert (
-        epoch
-        and int(epoch[1]) == 1
-        and float(epoch[2]) == pytest.approx(100 * sum(seconds) / len(seconds), rel=0.1)
-    )
-    assert "\nmemory     fits: " in said and "per rank, if all are on this machine (at: " in said
+    assert verdict
+    mean = sum(seconds) / len(seconds)
+    assert float(verdict[1]) == pytest.approx(mean, rel=0.1)
+    assert float(verdict[2]) == pytest.approx(100 * mean, rel=0.1)
+    epoch = re.search(r"\nrun        100 steps \(an epoch has (\d+), of [\d,]+ tokens\), ", said)
+    assert epoch and int(epoch[1]) == 1
+    assert "\nmemory     at " in said
     large = [
         "--context.profile=h100-nvlink-ib",
         "--train.device=cuda",

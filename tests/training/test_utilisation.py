@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longctx.attention.inputs import Queries
 from longctx.cli import main
+from longctx.commands.train import parse_steps
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.model.decoder import Decoder
@@ -20,7 +21,7 @@ from longctx.parallel.recompute import apply_recompute
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import StepMetrics, device_peak, model_flops, peak_flops
-from longctx.training.trace import Tracer, parse_steps
+from longctx.training.trace import Tracer
 from tests.training_cases import start
 from tests.workers import Workers
 
@@ -190,10 +191,9 @@ def test_utilisation_and_times_of_a_step(workers: Workers, shorts: Path, tmp_pat
             2 * 1e10 * step.step_time_s
         )
         assert least <= step.mfu <= model_flops(spec, [step.tokens]) / (2 * 1e10 * step.step_time_s)
-        assert (
-            f" mfu {step.mfu:.1%} " in step.console()
-            and "mfu" not in replace(step, mfu=None).console()
-        )
+        assert f" mfu {step.mfu:.1%} " in step.console(2, 1.0) and "mfu" not in replace(
+            step, mfu=None
+        ).console(2, 1.0)
         assert min(step.attention_s, step.exchange_wait_s, step.optimizer_s) > 0 <= step.rest_s
         # The optimizer's is of the step before.
         of_this_step = step.attention_s + step.exchange_wait_s + step.rest_s

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from longctx.check import Probe, Step, record
 from longctx.check.loop import padded_batches, place, targets_of
-from longctx.check.record import Recorder
+from longctx.check.recording import Recorder
 
 
 class Module(LightningModule):

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from longctx.check import Probe, Step
 from longctx.check.loop import IGNORED, padded_batches
-from longctx.check.record import reference_of
+from longctx.check.recording import reference_of
 
 LENGTH = 128
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 
 from longctx.check import Probe, Step
 from longctx.check.loop import packed_batches, place, targets_of
-from longctx.check.record import reference_of
+from longctx.check.recording import reference_of
 from longctx.check.tensors import whole
 
 

@@ -19,7 +19,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
 from longctx.check import Probe, Step
 from longctx.check.loop import packed_batches, place, targets_of
-from longctx.check.record import reference_of
+from longctx.check.recording import reference_of
 from longctx.check.tensors import whole
 
 
