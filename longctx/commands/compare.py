@@ -178,7 +178,7 @@ def _run_against(arguments: argparse.Namespace) -> int:
                 arguments, named.profile, most_of_row=ranks * arguments.tokens_per_rank
             )
             room = Room.of(arguments.profile, arguments.model, ranks)
-            job = _job(steps, named.profile, room, arguments.seed or 0)
+            job = _job(steps, named.profile, room=room, seed=arguments.seed or 0)
             rows = compare_with(arguments.against.ways, job)
             found.append((rows, "; ".join([source.words, *changed])))
     written = [{**asdict(row), "fits": row.fits} for rows, _ in found for row in rows]
@@ -189,7 +189,7 @@ def _run_against(arguments: argparse.Namespace) -> int:
         print(json.dumps({"version": 1, "against": written}))
         return 0
     for rows, source_words in found:
-        _print_against(arguments, rows, source_words, named.lines)
+        _print_against(arguments, rows, source=source_words, notes=named.lines)
     return 0
 
 
@@ -228,7 +228,7 @@ def _print_against(
     said = sentence(rows, whose)
     if arguments.against.best:
         said = best_sentence(rows, whose)
-    print_against(rows, said, source, notes, Console())
+    print_against(rows, said, source=source, notes=notes, console=Console())
 
 
 def _cases(

@@ -183,7 +183,7 @@ def _ours(job: Job) -> AgainstRow:
         )
         for lengths in job.steps
     ]
-    return _row_of_plans(OURS, OURS, plans, job)
+    return _row_of_plans(OURS, OURS, plans=plans, job=job)
 
 
 def packed(job: Job, row_tokens: int) -> tuple[RankTimes, StepShape]:
@@ -194,7 +194,9 @@ def packed(job: Job, row_tokens: int) -> tuple[RankTimes, StepShape]:
     time = row_ns(job.profile, lengths, rows)
     tokens = np.array([lengths[row].sum() for row in rows])
     rows_per_rank = max(1, job.tokens_per_rank // row_tokens)
-    shape = StepShape.nearest(job.step_tokens, float(tokens.mean()), job.ranks, rows_per_rank)
+    shape = StepShape.nearest(
+        job.step_tokens, float(tokens.mean()), ranks=job.ranks, rows_per_rank=rows_per_rank
+    )
     dealt = _dealt(len(rows), shape, job.seed)
     of_ranks = tokens[dealt].sum(axis=-1)
     times = RankTimes(
@@ -226,8 +228,8 @@ def _trl_rows(way: Way, job: Job) -> Iterator[AgainstRow]:
         row = row_of_times(
             f"trl-packing:{row_tokens}",
             f"{title} ({words})",
-            times,
-            job,
+            times=times,
+            job=job,
             meets=shards,
         )
         least = None
@@ -269,7 +271,9 @@ def padded(job: Job, per_rank: int) -> tuple[RankTimes, StepShape]:
     """Returns the times of batches of `per_rank` documents of each rank, padded to their longest
     one, and the shape of their steps."""
     lengths = job.all
-    shape = StepShape.nearest(job.step_tokens, float(lengths.mean()), job.ranks, per_rank)
+    shape = StepShape.nearest(
+        job.step_tokens, float(lengths.mean()), ranks=job.ranks, rows_per_rank=per_rank
+    )
     of_documents = lengths[_dealt(len(lengths), shape, job.seed)]
     longest = of_documents.max(axis=-1)
     tokens = int(of_documents.sum())
@@ -288,7 +292,7 @@ def _padding_rows(way: Way, job: Job) -> Iterator[AgainstRow]:
         per_rank = max(1, job.tokens_per_rank // job.longest)
     times, shape = padded(job, per_rank)
     row = row_of_times(
-        f"padding:{per_rank}", f"padded batches of {per_rank}", times, job, meets=True
+        f"padding:{per_rank}", f"padded batches of {per_rank}", times=times, job=job, meets=True
     )
     least = None
     if job.room is not None:
@@ -316,7 +320,7 @@ def _balanced_rows(way: Way, job: Job) -> Iterator[AgainstRow]:
         )
         for lengths in job.steps
     ]
-    row = _row_of_plans(way.kind, TITLES[way.kind], plans, job)
+    row = _row_of_plans(way.kind, TITLES[way.kind], plans=plans, job=job)
     remark = "the documents of a step over ranks by predicted time, none split"
     if job.longest > job.tokens_per_rank:
         remark += (
@@ -342,7 +346,7 @@ def _static_plans(job: Job, degree: int) -> list[Plan]:
 def _degree_rows(way: Way, job: Job) -> Iterator[AgainstRow]:
     degree = way.size or job.ranks
     plans = _static_plans(job, degree)
-    row = _row_of_plans(_name(way), f"degree {degree} for all", plans, job)
+    row = _row_of_plans(_name(way), f"degree {degree} for all", plans=plans, job=job)
     yield replace(row, remark="packed as they come, under FSDP2")
 
 
@@ -360,7 +364,7 @@ def _megatron_rows(way: Way, job: Job) -> Iterator[AgainstRow]:
         )
     plans = _static_plans(job, degree)
     title = f"Megatron at degree {degree}"
-    row = _row_of_plans(way.kind, title, plans, job, keeps_weights=True)
+    row = _row_of_plans(way.kind, title, plans=plans, job=job, keeps_weights=True)
     yield replace(
         row,
         remark="context parallelism alone, at its best single degree; with tensor and pipeline "
@@ -379,7 +383,7 @@ def _row_of_plans(
     """Returns the row of plans; with `keeps_weights` ranks have no gathers that make them wait for
     each other."""
     times = times_of_plans(plans)
-    row = row_of_times(way, title, times, job, meets=not keeps_weights)
+    row = row_of_times(way, title, times=times, job=job, meets=not keeps_weights)
     least = None
     if job.room is not None:
         least = job.room.of_plans(plans, keeps_weights=keeps_weights)

@@ -106,7 +106,9 @@ def row_ns(profile: HardwareProfile, lengths: Integers, rows: Sequence[Sequence[
     one_micro_batch = np.zeros_like(row_of)
     whole = np.ones_like(row_of)
     forward = np.zeros(len(row_of), dtype=bool)
-    each_on_a_rank = Assignment(one_micro_batch, row_of, whole, forward)
+    each_on_a_rank = Assignment(
+        micro_batch=one_micro_batch, first_rank=row_of, degree=whole, reversed=forward
+    )
     result: Integers = score(profile, lengths, each_on_a_rank, len(rows)).time[0]
     return result
 
@@ -158,11 +160,15 @@ def place_balanced(
     for first in range(MOST_OF_LONGEST + 1):
         if len(waiting):
             free_slots = first * ranks
-            spread = _spread(time[waiting], lengths[waiting], ranks, tokens_per_rank)
+            spread = _spread(
+                time[waiting], lengths[waiting], ranks=ranks, tokens_per_rank=tokens_per_rank
+            )
             complete = slot.copy()
             complete[waiting] = free_slots + spread
             found.append(_whole_in(complete, ranks))
-            of_longest = _beside_longest(time[waiting], lengths[waiting], ranks, tokens_per_rank)
+            of_longest = _beside_longest(
+                time[waiting], lengths[waiting], ranks=ranks, tokens_per_rank=tokens_per_rank
+            )
             taken = of_longest >= 0
             slot[waiting[taken]] = free_slots + of_longest[taken]
             waiting = waiting[~taken]
@@ -173,7 +179,10 @@ def place_balanced(
 def _whole_in(slot: Integers, ranks: int) -> Assignment:
     """Returns the assignment of whole documents to slots: a slot is a rank in a micro-batch."""
     forward = np.zeros(len(slot), dtype=bool)
-    return Assignment(slot // ranks, slot % ranks, np.ones_like(slot), forward)
+    whole = np.ones_like(slot)
+    return Assignment(
+        micro_batch=slot // ranks, first_rank=slot % ranks, degree=whole, reversed=forward
+    )
 
 
 def _spread(time: Integers, lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
@@ -183,7 +192,9 @@ def _spread(time: Integers, lengths: Integers, ranks: int, tokens_per_rank: int)
     slots = None
     while slots is None:
         no_load = np.zeros(micro_batches * ranks, dtype=np.int64)
-        slots = emptiest_first(no_load, no_load + tokens_per_rank, time, lengths)
+        slots = emptiest_first(
+            load=no_load, free=no_load + tokens_per_rank, time=time, tokens=lengths
+        )
         micro_batches += 1
     total = np.bincount(slots, time)
     turn = np.empty(len(total), dtype=np.int64)
