@@ -172,9 +172,9 @@ def _vocabulary(config: Config) -> int:
     vocabulary = vocabulary_of(config)
     if vocabulary is None:
         raise UserError(
-            f"there is no store at {config.data.description}, and model.preset "
-            f"{config.model.preset} has no published vocabulary: set --model.vocab_size; with "
-            "--mix wlb_128k or --lengths FILE it is an estimate for such documents"
+            f"model.preset {config.model.preset} has no published vocabulary, and no store is "
+            "named, or it is not there yet: set --model.vocab_size, or --data.store; with --mix "
+            "wlb_128k or --lengths FILE it is an estimate for such documents"
         )
     return vocabulary
 
