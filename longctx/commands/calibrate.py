@@ -143,4 +143,5 @@ def _draw(measured: "Measured", out: Path) -> None:
             "warning: that is far off: stop other load on the machine and measure again",
             style="yellow",
         )
-    console.print(f"written to {out}: use it with --context.profile {out}", highlight=False)
+    written = f"written to {out}: use it with --context.profile {out}"
+    console.print(written, highlight=False, soft_wrap=True)

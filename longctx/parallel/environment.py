@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from longctx.errors import UserError
 from longctx.units import whole_number
 
+TRAINER_OPTIONS = "LONGCTX_OPTIONS"
+"""Variable with options of `python -m longctx.trainers`, as YAML."""
+
+
+def trainer_options() -> str | None:
+    """Returns the options of `python -m longctx.trainers` in the environment; None without any."""
+    return os.environ.get(TRAINER_OPTIONS)
+
 
 @dataclass(frozen=True)
 class Launch:

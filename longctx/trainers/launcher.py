@@ -23,10 +23,10 @@ from typing import Any
 
 from longctx.arguments import said
 from longctx.errors import UserError
+from longctx.parallel.environment import TRAINER_OPTIONS, trainer_options
 from longctx.safe_yaml import YamlError, parse, read_text
 from longctx.trainers.dynamic import dynamic_context_parallel
 
-VARIABLE = "LONGCTX_OPTIONS"
 OPTIONS = tuple(inspect.signature(dynamic_context_parallel).parameters)[1:]
 """Arguments of `dynamic_context_parallel` beside the trainer."""
 
@@ -82,15 +82,14 @@ class Launched:
         self._class.train = self._own_train
 
 
-def read_options(file: Path | None, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the options of a file, or of the environment. Raises LauncherError for both, and for
-    what is no mapping of names that `dynamic_context_parallel` knows."""
-    text = environment.get(VARIABLE)
+def read_options(file: Path | None, text: str | None) -> dict[str, Any]:
+    """Returns the options of a file, or of the text of the environment. Raises LauncherError for
+    both, and for what is no mapping of names that `dynamic_context_parallel` knows."""
     if file is not None and text is not None:
-        raise LauncherError(f"--options {file} and {VARIABLE} are both given: leave one out")
+        raise LauncherError(f"--options {file} and {TRAINER_OPTIONS} are both given: leave one out")
     if file is None and text is None:
         return {}
-    source = VARIABLE if file is None else str(file)
+    source = TRAINER_OPTIONS if file is None else str(file)
     try:
         values = parse(read_text(file) if file is not None else str(text))
     except (YamlError, OSError) as error:
@@ -150,7 +149,8 @@ def parser() -> argparse.ArgumentParser:
         "--options",
         type=Path,
         metavar="FILE",
-        help=f"YAML with {', '.join(OPTIONS)}; or set {VARIABLE}, such as 'tokens_per_rank: 16384'",
+        help=f"YAML with {', '.join(OPTIONS)}; or set {TRAINER_OPTIONS}, such as "
+        "'tokens_per_rank: 16384'",
     )
     result.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module")
     result.add_argument("program", metavar="PROGRAM", help="script, installed command, or module")
@@ -164,7 +164,7 @@ def main(given: Sequence[str]) -> None:
     """Runs the program that the arguments name. Exits with 2 for what longctx refuses."""
     parsed = parser().parse_args(given)
     try:
-        options = read_options(parsed.options, os.environ)
+        options = read_options(parsed.options, trainer_options())
         launched = Launched(options)
         try:
             run(parsed.program, parsed.arguments, is_module=parsed.module)

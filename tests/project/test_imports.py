@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "calibration": CORE | {"training"},
     "plots": {"errors", "units", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
-    "trainers": CORE | {"training", "memory"},
+    "trainers": CORE | {"training", "memory", "safe_yaml"},
     "check": set(),
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},

@@ -53,10 +53,10 @@ def test_options_of_a_file_or_of_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("tokens_per_rank: 4096\nmode: static\n")
     expected = {"tokens_per_rank": 4096, "mode": "static"}
-    assert read_options(file, {}) == expected
-    variable = {"LONGCTX_OPTIONS": "{tokens_per_rank: 4096, mode: static}"}
+    assert read_options(file, None) == expected
+    variable = "{tokens_per_rank: 4096, mode: static}"
     assert read_options(None, variable) == expected
-    assert read_options(None, {}) == {}
+    assert read_options(None, None) == {}
     with pytest.raises(LauncherError, match="are both given: leave one out"):
         read_options(file, variable)
 
@@ -75,13 +75,13 @@ def test_options_of_a_file_or_of_the_environment(tmp_path: Path) -> None:
 )
 def test_options_that_make_no_sense(text: str, said: str) -> None:
     with pytest.raises(LauncherError) as raised:
-        read_options(None, {"LONGCTX_OPTIONS": text})
+        read_options(None, text)
     assert said in str(raised.value)
 
 
 def test_a_file_of_options_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(LauncherError, match="cannot be read as YAML"):
-        read_options(tmp_path / "none.yaml", {})
+        read_options(tmp_path / "none.yaml", None)
 
 
 @pytest.fixture
