@@ -1,10 +1,10 @@
 """Measures a hardware profile: the constants of the cost model on this machine, with the trainer's
 own step.
 
-Measured are matrices, launch and optimizer, attention on whole documents of three lengths, and with
-several ranks the links. Overlap, the penalty of splitting and links that these ranks do not have
-are those of another profile, scaled to the model. Work is timed on all ranks at once; as in a
-training step, the slowest rank counts.
+Measured are matrices, memory, launch and optimizer, attention on whole documents of three lengths,
+and with several ranks the links. Overlap, the penalty of splitting and links that these ranks do
+not have are those of another profile, scaled to the model. Work is timed on all ranks at once; as
+in a training step, the slowest rank counts.
 """
 
 import math
@@ -34,7 +34,7 @@ from longctx.model.protocol import Attention
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.planning.cost.scaling import query_share
-from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
+from longctx.planning.hardware_profile import NO_LIMIT, EfficiencyTable, HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.planning.planners.planner import make_plan
@@ -58,6 +58,8 @@ MANY_SPLIT = 34
 """Numbers of split documents that are compared."""
 LEAST_BYTES = 1 << 20
 """Minimum size of the largest message; times of smaller messages say little about bandwidth."""
+COPIED_BYTES = 1 << 28
+"""Size of a copy, several times that of a GPU's caches."""
 MESSAGES, PEERS = 5, 7
 """Number of consecutive messages timed together, and maximum number of peers that a rank exchanges
 with at once."""
@@ -151,6 +153,11 @@ def measure_profile(
     launch_s, linear_s_per_token, step_s = _matrices(run)
     add("model without attention", linear_s_per_token=linear_s_per_token, launch_s=launch_s)
     add("a step of an empty micro-batch", step_s=step_s)
+    if mesh.device.type == "cuda":
+        rate = _memory_bytes_per_s(run)
+        add("a copy", memory_bytes_per_s=rate)
+    else:
+        add("caches of CPUs hold what products move", memory_bytes_per_s=NO_LIMIT)
     profile = replace(profile, query_share=_short(query_share(profile, described.work)))
     tell("attention")
     lengths = sorted({min(length, tokens) for length in LENGTHS})
@@ -205,6 +212,7 @@ def _describe(config: Config, mesh: Mesh, shape: ModelShape) -> Described:
             "tensor_parallel_size": config.parallel.tensor_parallel_size,
             "expert_parallel_size": config.parallel.expert_parallel_size,
             "optimizer": config.optimizer.name,
+            "compiled": config.compiles(mesh.device.type, shape.spec),
         }
     )
 
@@ -403,6 +411,14 @@ def _matrices(run: TimedRun) -> tuple[float, float, float]:
             "train.recompute"
         )
     return (*fit_line(counts, seconds), max(0.0, whole - seconds[0]))
+
+
+def _memory_bytes_per_s(run: TimedRun) -> float:
+    """Returns the bytes per second that a copy reads and writes."""
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=run.mesh.device)
+    copy = torch.empty_like(source)
+    (seconds,) = run.seconds(lambda: copy.copy_(source))
+    return 2 * COPIED_BYTES / seconds
 
 
 def _attention_s(run: TimedRun, length: int) -> float:

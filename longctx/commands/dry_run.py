@@ -22,6 +22,7 @@ from longctx.memory.fitting import RunMemory, changes_between
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.device import assumed, choose_device
+from longctx.planning.published_errors import kind_of, said
 from longctx.training.checks import checks_of
 from longctx.training.data import (
     RunData,
@@ -102,6 +103,9 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     )
     print("\n".join([f"memory     {fits}: {parts}", *changes]))
     print("\n".join(_run_lines(config, store, ranks, planned)))
+    if of_run.fused:
+        kind = kind_of(source.spec, float8=config.train.float8 is not None)
+        print(f"errors     {said('time', kind)}", f"           {said('memory', kind)}", sep="\n")
 
 
 def _run_data(config: Config, lengths: Store | None) -> RunData:

@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
     from longctx.memory.fitting import RunMemory, as_override, changes_between
     from longctx.parallel.device import assumed, choose_device
+    from longctx.planning.published_errors import kind_of, said
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.gpus
@@ -98,6 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
         overrides = " ".join(as_override(name, value) for name, value in settings.items())
         print(f"  {overrides:86}{format_bytes(choice.total):>12}")
     print("not counted: the process, its libraries and memory fragmentation")
+    if of_run.fused:
+        kind = kind_of(spec, float8=config.train.float8 is not None)
+        print(said("memory", kind))
     print("\n".join(run_profile(config, ranks, spec.vocab_size).lines))
     return 0
 

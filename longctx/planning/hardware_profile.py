@@ -20,6 +20,8 @@ SHIPPED = Path(__file__).parent / "profiles"
 
 BESIDE = ("state_bytes", "split_s_per_token", "received_s_per_token", "split_document_s")
 """Constants of what split documents cost beside the exchange of K and V."""
+NO_LIMIT = 1e18
+"""Bytes per second of a memory that nothing waits for."""
 EfficiencyTable = tuple[tuple[int, float], ...]
 
 
@@ -84,6 +86,9 @@ class HardwareProfile:
         split_document_s: time that each split document takes more on each of its ranks, whatever
             its length: further segments of attention, rows to gather, messages. Documents stay
             whole where a split gains less.
+        memory_bytes_per_s: rate at which a rank's device reads and writes memory. The share of
+            `linear_s_per_token` that it takes depends on the shape of matrices (see
+            `longctx.planning.cost.traffic`). By default nothing waits for memory.
     """
 
     linear_s_per_token: float
@@ -104,6 +109,7 @@ class HardwareProfile:
     split_s_per_token: float = 0.0
     received_s_per_token: float = 0.0
     split_document_s: float = 0.0
+    memory_bytes_per_s: float = NO_LIMIT
 
     def __post_init__(self) -> None:
         problems = []

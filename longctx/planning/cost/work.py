@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from longctx.planning.cost.spec import LayerSpec, ModelSpec, Scan
+from longctx.planning.cost.traffic import NO_TRAFFIC, Traffic, traffic_of
 from longctx.planning.hardware_profile import ProfileError
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
@@ -57,6 +58,7 @@ class RankWork:
             expand latents.
         exchanges: number of layers that exchange K and V, and of linear attention by how often they
             exchange.
+        traffic: bytes of device memory read and written per token, beside attention.
     """
 
     layers: int
@@ -76,6 +78,7 @@ class RankWork:
     split: float = 0.0
     received: float = 0.0
     exchanges: float = 0.0
+    traffic: Traffic = NO_TRAFFIC
 
 
 def work_of(
@@ -90,6 +93,7 @@ def work_of(
     gpus: int = 1,
     expert: int = 1,
     fused: bool = False,
+    compiled: bool = True,
 ) -> RankWork:
     """Returns the work per token of the slowest pipeline rank.
 
@@ -116,10 +120,8 @@ def work_of(
     attending = [layer for layer in layers if layer.attends]
     decoder = attending[spec.encoder_layers :]
     exchanging = attending + (decoder if spec.encoder_layers else [])  # cross-attention
-    kv_bytes = sum(
-        kv_bytes_per_token(layer.sent_values(tensor), ELEMENT_BYTES[dtype], passes)
-        for layer in exchanging
-    )
+    sent_values = sum(layer.sent_values(tensor) for layer in exchanging)
+    kv_bytes = kv_bytes_per_token(sent_values, ELEMENT_BYTES[dtype], passes)
     # Backward expands again; frozen weights have no gradient.
     expansions = 4 + again - spec.adapted
     latents = sum(layer.latent.parameters for layer in attending)
@@ -129,6 +131,15 @@ def work_of(
     states = sum(scan.state_size for scan in linear)
     scanned, split = _scanned(linear, dtype, recompute, fused=fused)
     computed = _computed(spec, layers, head, recompute) + scanned
+    traffic = traffic_of(
+        spec,
+        layers,
+        has_head=head > 0,
+        element_bytes=ELEMENT_BYTES[dtype],
+        recompute=recompute,
+        tensor=tensor,
+        compiled=compiled,
+    )
     return RankWork(
         layers=len(layers),
         weights=(matrices - experts + experts / expert) / tensor,
@@ -147,6 +158,7 @@ def work_of(
         split=split / tensor,
         received=latents * expansions / 3 / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
+        traffic=traffic.over(share),
     )
 
 
