@@ -52,8 +52,10 @@ SHEETS = {
     "b200": DataSheet(2250e12, 8e12, "blackwell"),
     "h100-pcie": DataSheet(756e12, 2e12, "hopper"),
     "l40s": DataSheet(362e12, 0.864e12, "hopper"),
+    "rtx-4090": DataSheet(165.2e12, 1.008e12, "hopper"),
+    "mi300x": DataSheet(1307e12, 5.3e12, "cdna"),
 }
-"""An L40S is taken to reach the shares of Hopper, which is a guess."""
+"""An L40S and an RTX 4090 are taken to reach the shares of Hopper, which is a guess."""
 LAUNCH_S = 0.05
 """Seconds of a micro-batch of 32 layers beside its tokens, a guess: prime-rl's runs ask for four
 times as much, llm-foundry's for nothing."""
@@ -61,6 +63,9 @@ BLACKWELL_PRODUCTS, BLACKWELL_ATTENTION = 1.67, 1.9
 """Rates of a B200, relative to an H200, in training an 8B: everything but attention, and attention
 (FlashAttention 4 against 3), by the decomposition of ml-engineering at 744d01e."""
 BLACKWELL_PEAK = 2250 / 989
+CDNA = 668.4 / 1307 / (794.5 / 989)
+"""Share of the peak that the fastest products reach on an MI300X, over that on an H100, by
+ml-engineering at 744d01e. That attention loses as much is a guess."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class Constants:
         if family == "blackwell":
             ratio = BLACKWELL_PRODUCTS if what == "products" else BLACKWELL_ATTENTION
             return self.share(what, "hopper") * ratio / BLACKWELL_PEAK
+        if family == "cdna":
+            return self.share(what, "hopper") * CDNA
         share: float = getattr(self, f"{what}_{family}")
         return share
 

@@ -45,6 +45,8 @@ SHEETS = {
     "h100-pcie": (756, 2.0, 80, 64, 25),
     "b200": (2250, 8.0, 180, 900, 50),
     "l40s": (362, 0.864, 48, 32, 12.5),
+    "rtx-4090": (165.2, 1.008, 24, 32, 12.5),
+    "mi300x": (1307, 5.3, 192, 448, 50),
 }
 """By data sheet: dense bf16 TFLOP/s, TB/s and GB of memory, GB/s per direction inside a node; and
 the assumed GB/s of a NIC."""
