@@ -33,7 +33,7 @@ from longctx.training.run_profile import FLOAT8_TIME, run_profile
 H100, A100 = "h100-nvlink-ib", "a100-80gb"
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 PAGE = ROOT / "docs" / "evidence" / "others.md"
-STATED = ROOT / "longctx" / "planning" / "published_errors.py"
+STATED = ROOT / "longctx" / "planning" / "cost" / "published_errors.py"
 COLUMNS = ["who", "what", "unit", "measured", "predicted", "ratio", "assumed", "kind"]
 
 
@@ -425,7 +425,7 @@ def hidden_table() -> str:
 
 
 def stated(rows: Sequence[Row]) -> str:
-    """Returns the table of longctx/planning/published_errors.py."""
+    """Returns the table of longctx/planning/cost/published_errors.py."""
     lines = []
     for name, wanted in (("TIME", False), ("MEMORY", True)):
         lines.append(f"{name}: dict[str, Errors] = {{")

@@ -36,13 +36,13 @@ from longctx.memory.model import _moments
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.fixed import ShardedStates, with_fixed_costs
 from longctx.planning.cost.model import score
+from longctx.planning.cost.published_errors import kind_of
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import Matrix, ModelSpec
 from longctx.planning.cost.traffic import Traffic
 from longctx.planning.cost.work import RankWork
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
-from longctx.planning.published_errors import kind_of
 from longctx.training.run_profile import Described, read_described, states_of_run, work_of_run
 
 RUNS = Path(__file__).with_suffix(".csv")

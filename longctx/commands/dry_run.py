@@ -22,7 +22,7 @@ from longctx.memory.fitting import RunMemory, changes_between
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.device import assumed, choose_device
-from longctx.planning.published_errors import kind_of, said
+from longctx.planning.cost.published_errors import kind_of, said
 from longctx.training.checks import checks_of
 from longctx.training.data import (
     RunData,

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
     from longctx.memory.fitting import RunMemory, as_override, changes_between
     from longctx.parallel.device import assumed, choose_device
-    from longctx.planning.published_errors import kind_of, said
+    from longctx.planning.cost.published_errors import kind_of, said
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.gpus

@@ -8,8 +8,8 @@ import pytest
 
 from longctx.cli import main
 from longctx.model.presets import PRESETS
+from longctx.planning.cost.published_errors import MEMORY, TIME, Errors, kind_of, said
 from longctx.planning.cost.spec import Matrix
-from longctx.planning.published_errors import MEMORY, TIME, Errors, kind_of, said
 
 EIGHT_B = ["--model.preset=llama-3.1-8b", "--model.vocab_size=128256"]
 
