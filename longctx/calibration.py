@@ -153,11 +153,8 @@ def measure_profile(
     launch_s, linear_s_per_token, step_s = _matrices(run)
     add("model without attention", linear_s_per_token=linear_s_per_token, launch_s=launch_s)
     add("a step of an empty micro-batch", step_s=step_s)
-    if mesh.device.type == "cuda":
-        rate = _memory_bytes_per_s(run)
-        add("a copy", memory_bytes_per_s=rate)
-    else:
-        add("caches of CPUs hold what products move", memory_bytes_per_s=NO_LIMIT)
+    rate, memory = _memory(run)
+    add(memory, memory_bytes_per_s=rate)
     profile = replace(profile, query_share=_short(query_share(profile, described.work)))
     tell("attention")
     lengths = sorted({min(length, tokens) for length in LENGTHS})
@@ -411,6 +408,13 @@ def _matrices(run: TimedRun) -> tuple[float, float, float]:
             "train.recompute"
         )
     return (*fit_line(counts, seconds), max(0.0, whole - seconds[0]))
+
+
+def _memory(run: TimedRun) -> tuple[float, str]:
+    """Returns the rate of memory that products wait for, and what it is from."""
+    if run.mesh.device.type != "cuda":
+        return NO_LIMIT, "caches of CPUs hold what products move"
+    return _memory_bytes_per_s(run), "a copy"
 
 
 def _memory_bytes_per_s(run: TimedRun) -> float:

@@ -58,7 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
     from longctx.memory.fitting import RunMemory, as_override, changes_between
     from longctx.parallel.device import assumed, choose_device
-    from longctx.planning.cost.published_errors import kind_of, said
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.gpus
@@ -100,10 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {overrides:86}{format_bytes(choice.total):>12}")
     print("not counted: the process, its libraries and memory fragmentation")
     if of_run.fused:
-        kind = kind_of(spec, float8=config.train.float8 is not None)
-        print(said("memory", kind))
+        print(_errors_said(config, spec))
     print("\n".join(run_profile(config, ranks, spec.vocab_size).lines))
     return 0
+
+
+def _errors_said(config: Config, spec: "ModelSpec") -> str:
+    from longctx.planning.cost.published_errors import kind_of, said
+
+    return said("memory", kind_of(spec, float8=config.train.float8 is not None))
 
 
 def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":

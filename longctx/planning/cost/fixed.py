@@ -51,18 +51,24 @@ def with_fixed_costs(
     profile: HardwareProfile, work: RankWork, states: ShardedStates, tokens_per_rank: int
 ) -> HardwareProfile:
     """Returns a profile whose launch and step also have what sharded states take."""
-    products_s = 0.0 if states.waits else tokens_per_rank * profile.linear_s_per_token
+    products_s = 0.0
+    if not states.waits:
+        products_s = tokens_per_rank * profile.linear_s_per_token
     rate = _gather_rate(profile, states.shards)
     numbers = states.gathered(work)
     all_weights_s = states.element_bytes * numbers / rate
     reduced = FLOAT32 * min(numbers, states.trained)
     reduction_s = reduced / rate
-    gathers_s = states.gathers * all_weights_s
-    in_micro_batch_s = gathers_s + (reduction_s if states.reduces_each else 0.0)
-    first_block_s = all_weights_s / max(1, work.layers) if states.gathers else 0.0
-    launch_s = first_block_s + max(0.0, in_micro_batch_s - products_s)
+    in_micro_batch_s = states.gathers * all_weights_s
+    in_step_s = 0.0
+    if states.reduces_each:
+        in_micro_batch_s += reduction_s
+    else:
+        in_step_s = max(0.0, reduction_s - products_s)
+    launch_s = max(0.0, in_micro_batch_s - products_s)
+    if states.gathers:
+        launch_s += all_weights_s / max(1, work.layers)
     update_s = UPDATE_BYTES * states.trained / states.shards / profile.memory_bytes_per_s
-    in_step_s = 0.0 if states.reduces_each else max(0.0, reduction_s - products_s)
     return replace(
         profile,
         launch_s=profile.launch_s + launch_s,

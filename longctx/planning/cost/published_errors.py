@@ -41,14 +41,17 @@ def kind_of(spec: ModelSpec, *, float8: bool) -> str:
         return "in float8"
     if spec.adapted:
         return "with adapters"
-    experts = any(layer.experts for layer in spec.layers)
-    return "with experts" if experts else "of all weights"
+    if any(layer.experts for layer in spec.layers):
+        return "with experts"
+    return "of all weights"
 
 
 def said(what: Literal["time", "memory"], kind: str) -> str:
     """Says how far predictions of time or memory were off for published runs of this kind."""
-    errors = (TIME if what == "time" else MEMORY)[kind]
-    direction = "more" if errors.more > 0 else "less"
+    errors = {"time": TIME, "memory": MEMORY}[what][kind]
+    direction = "more"
+    if errors.more < 0:
+        direction = "less"
     return (
         f"{what} of {errors.runs} published runs {kind}: {abs(errors.more):.0%} {direction} than "
         f"predicted in the median, within {errors.half:.0%} in half, {errors.most:.0%} in nine of "

@@ -63,7 +63,12 @@ class Traffic(NamedTuple):
 
     def over(self, share: float) -> "Traffic":
         """Returns a part of the traffic: all of it divided by `share`."""
-        return Traffic(*(part / share for part in self))
+        return Traffic(
+            products=self.products / share,
+            elementwise=self.elementwise / share,
+            head=self.head / share,
+            adapters=self.adapters / share,
+        )
 
 
 NO_TRAFFIC = Traffic()
@@ -87,12 +92,14 @@ def traffic_of(
     products = elementwise = adapters = 0.0
     for layer in layers:
         products += _operands(layer, tensor) * _passes(layer, recompute, frozen=spec.adapted)
-        forwards = 1 if recompute == "none" else 2
+        forwards = 1 + (recompute != "none")
         elementwise += _elementwise(layer, compiled=compiled) * (forwards + BACKWARD) / tensor
         adapters += _adapter_values(layer, repeated=recompute == "full") / tensor
-    logits = HEAD * (spec.vocab_size or 0) / tensor if has_head else 0.0
+    logits = 0.0
+    if has_head:
+        logits = HEAD * (spec.vocab_size or 0) / tensor
     values = Traffic(products, elementwise, logits, adapters)
-    return Traffic(*(element_bytes * each for each in values))
+    return values.over(1 / element_bytes)
 
 
 def _operands(layer: LayerSpec, tensor: int) -> float:
@@ -105,7 +112,8 @@ def _operands(layer: LayerSpec, tensor: int) -> float:
 
 def _sides(layer: LayerSpec, matrix: Matrix, tensor: int) -> float:
     both = matrix.rows + matrix.columns
-    whole = layer.hidden_size if layer.hidden_size in (matrix.rows, matrix.columns) else 0
+    on_stream = layer.hidden_size in (matrix.rows, matrix.columns)
+    whole = layer.hidden_size * on_stream
     return whole + (both - whole) / tensor
 
 
@@ -122,7 +130,7 @@ def _elementwise(layer: LayerSpec, *, compiled: bool) -> float:
     """Returns the values that a block's elementwise work reads and writes forward."""
     passes = FUSED if compiled else EAGER
     heads = layer.num_attention_heads + layer.num_key_value_heads
-    rotated = heads * layer.head_dim if layer.attends else 0
+    rotated = heads * layer.head_dim * layer.attends
     return (
         passes.stream * layer.hidden_size
         + passes.rotation * rotated
@@ -133,7 +141,7 @@ def _elementwise(layer: LayerSpec, *, compiled: bool) -> float:
 
 def _adapter_values(layer: LayerSpec, *, repeated: bool) -> float:
     """Returns the values that LoRA's products read and write, forward and backward."""
-    forwards = 2 if repeated else 1
+    forwards = 1 + repeated
     outputs = ADAPTER_OUTPUTS[0] * forwards + ADAPTER_OUTPUTS[1]
     inputs = ADAPTER_INPUTS[0] * forwards + ADAPTER_INPUTS[1]
     written = sum(matrix.used * matrix.rows for matrix in layer.of("adapter"))

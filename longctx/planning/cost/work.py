@@ -112,7 +112,6 @@ def work_of(
     passes = 3 + again - keep_kv
     share = 2 if spec.encoder_layers else 1  # of what every token of an encoder-decoder counts for
 
-    matrices = sum(layer.matrix_parameters + layer.idle_parameters for layer in layers) + head
     experts = sum(layer.expert_parameters for layer in layers)
     expert_ranks = expert * tensor
     queries = sum(layer.query_parameters for layer in layers)
@@ -120,15 +119,13 @@ def work_of(
     attending = [layer for layer in layers if layer.attends]
     decoder = attending[spec.encoder_layers :]
     exchanging = attending + (decoder if spec.encoder_layers else [])  # cross-attention
-    sent_values = sum(layer.sent_values(tensor) for layer in exchanging)
-    kv_bytes = kv_bytes_per_token(sent_values, ELEMENT_BYTES[dtype], passes)
+    kv_bytes = kv_bytes_per_token(_sent(exchanging, tensor), ELEMENT_BYTES[dtype], passes)
     # Backward expands again; frozen weights have no gradient.
     expansions = 4 + again - spec.adapted
     latents = sum(layer.latent.parameters for layer in attending)
 
     linear = [layer.scan for layer in layers if layer.scan is not None]
     linear_passes = 2 + (recompute != "none")
-    states = sum(scan.state_size for scan in linear)
     scanned, split = _scanned(linear, dtype, recompute, fused=fused)
     computed = _computed(spec, layers, head, recompute) + scanned
     traffic = traffic_of(
@@ -142,7 +139,7 @@ def work_of(
     )
     return RankWork(
         layers=len(layers),
-        weights=(matrices - experts + experts / expert) / tensor,
+        weights=(_parameters(layers) + head - experts + experts / expert) / tensor,
         computed=computed / tensor / share,
         attention=_attention(spec, decoder, again=again, tensor=tensor),
         kv_bytes=max(1, kv_bytes // share),
@@ -154,12 +151,27 @@ def work_of(
         expert_weights=experts / expert_ranks,
         expert_ranks=expert_ranks if experts else 1,
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
-        state_bytes=SEGMENTS * STATE_BYTES * states * linear_passes,
+        state_bytes=_state_bytes(linear) * linear_passes,
         split=split / tensor,
         received=latents * expansions / 3 / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
         traffic=traffic.over(share),
     )
+
+
+def _parameters(layers: Sequence[LayerSpec]) -> int:
+    """Returns the parameters of all matrices, also of experts that a token does not use."""
+    return sum(layer.matrix_parameters + layer.idle_parameters for layer in layers)
+
+
+def _state_bytes(scans: Sequence[Scan]) -> int:
+    """Returns the bytes of all states that segments of a document send."""
+    return SEGMENTS * STATE_BYTES * sum(scan.state_size for scan in scans)
+
+
+def _sent(layers: Sequence[LayerSpec], tensor: int) -> int:
+    """Returns the values per token that these layers send."""
+    return sum(layer.sent_values(tensor) for layer in layers)
 
 
 def _check_kv_heads(spec: ModelSpec, tensor: int) -> None:
