@@ -1,10 +1,11 @@
 """Predicts what others have measured on GPUs, beside their figures: step time, memory, longest
 document, kernel speed.
 
-    python -m bench.published          # seconds; writes bench/results/published.csv and the table of docs/evidence/others.md
+    python -m bench.published    # three minutes; writes bench/results/published.csv, the tables of docs/evidence/others.md,
+                                 # and the errors that `longctx estimate` and dry runs state
 
-Whole runs are those of bench/published_runs.py, half of them held out. Other sources: Megatron-LM's
-benchmark of dynamic context parallelism (bench/results/megatron-published.md) and Table 1 of Narayanan et
+Whole runs are those of bench/published_runs.py: the runs of each source are predicted by constants
+that the other sources set (bench/published_fit.py). Other figures: Megatron-LM's benchmark of dynamic context parallelism (bench/results/megatron-published.md) and Table 1 of Narayanan et
 al., 2021; verl, pull request 6555; Arctic Long Sequence Training (DeepSpeed, 2025); MagiAttention's
 benchmark. Settings that are not published are assumed, and said in the column "assumed".
 """
@@ -16,21 +17,24 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.harness import RESULTS, Table, facts, markdown
-from bench.published_runs import figures
+from bench.published_fit import Fit, fitted, median, ninetieth, unseen_errors
+from bench.published_runs import CAUSES, HIDDEN, Case, cases, peak_bytes, runs, settings
 from bench.recipes import ROOT, replaced, stand_in
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, load
+from longctx.errors import UserError
 from longctx.memory.fitting import RunMemory
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
-from longctx.training.run_profile import run_profile
+from longctx.training.run_profile import FLOAT8_TIME, run_profile
 
 H100, A100 = "h100-nvlink-ib", "a100-80gb"
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 PAGE = ROOT / "docs" / "evidence" / "others.md"
-COLUMNS = ["who", "what", "unit", "measured", "predicted", "ratio", "assumed", "held_out"]
+STATED = ROOT / "longctx" / "planning" / "cost" / "published_errors.py"
+COLUMNS = ["who", "what", "unit", "measured", "predicted", "ratio", "assumed", "kind"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Row:
     measured: float
     predicted: float | None
     assumed: str = ""
-    held_out: str = ""
+    kind: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -56,17 +60,6 @@ class Row:
         if self.ratio is None:
             return None
         return (1 / self.ratio if "/s per GPU" in self.unit else self.ratio) - 1
-
-    @property
-    def kind(self) -> str:
-        """What is predicted: memory, or time in bfloat16 or with float8."""
-        return (
-            "memory"
-            if self.unit.startswith("G")
-            else "time, float8"
-            if "float8" in self.what
-            else "time, bfloat16"
-        )
 
 
 def configured(
@@ -123,15 +116,16 @@ def megatron_models() -> Iterator[Row]:
             2048,
             A100,
             model__vocab_size=51200,
-            model__hidden_size=hidden,
-            model__intermediate_size=round(8 * hidden / 3),
-            model__num_hidden_layers=layers,
-            model__num_attention_heads=heads,
-            model__num_key_value_heads=heads,
-            model__head_dim=hidden // heads,
-            model__tie_word_embeddings=True,
+            model__overrides__hidden_size=hidden,
+            model__overrides__intermediate_size=round(8 * hidden / 3),
+            model__overrides__num_hidden_layers=layers,
+            model__overrides__num_attention_heads=heads,
+            model__overrides__num_key_value_heads=heads,
+            model__overrides__head_dim=hidden // heads,
+            model__overrides__tie_word_embeddings=True,
             parallel__tensor_parallel_size=tensor,
             parallel__pipeline_parallel_size=pipeline,
+            parallel__reshard_after="step",
             batch__global_tokens=2048 * batch,
             train__recompute="full",
             context__mode="static",
@@ -283,59 +277,201 @@ def shown(row: Row) -> tuple[str, str]:
     )
 
 
-def run_rows() -> Iterator[Row]:
-    """The runs of published_runs.csv, each with its figures; what our settings refuse is not
-    predicted."""
-    for run, unit, measured, predicted in figures():
-        yield Row(
-            run.source,
-            run.what,
-            unit,
-            measured,
-            predicted,
-            run.assumed,
-            "yes" if run.held_out else "no",
-        )
+def time_rows(unseen: dict[str, list[tuple[Case, float]]]) -> Iterator[Row]:
+    """Yields the speed of published runs as predicted by constants that other sources set."""
+    for rows in unseen.values():
+        for case, error in rows:
+            run = case.run
+            slower = 1 + error
+            in_seconds = run.speed_unit.startswith("s ")
+            predicted = run.speed * slower if in_seconds else run.speed / slower
+            yield _row(case, run.speed_unit, measured=run.speed, predicted=predicted)
 
 
-def errors_of(rows: Sequence[Row]) -> list[str]:
-    """Returns the cells of a line of the table of errors: number of figures, median error, and the
-    worst with its run."""
-    known = [row for row in rows if row.error is not None]
-    if not known:
-        return ["–", "–", "–"]
-    worst = max(known, key=lambda row: abs(row.error or 0))
-    median = statistics.median(abs(row.error or 0) for row in known)
-    return [str(len(known)), f"{median:.0%}", f"{worst.error:+.0%} ({worst.what})"]
+def memory_rows(given: Sequence[Case], *, reserved: bool) -> Iterator[Row]:
+    """Yields the memory of published runs as estimated. With `reserved`, times what other sources
+    reserved beside, where it was measured as reserved."""
+    known = [case for case in given if case.run.memory is not None]
+    estimated = [peak_bytes(case.run) / case.run.memory_unit_bytes for case in known]
+    for case, predicted in zip(known, estimated, strict=True):
+        run = case.run
+        assert run.memory is not None
+        if reserved and "reserved" in run.other:
+            predicted *= _reserved_by_others(known, estimated, run.source)
+        yield _row(case, f"{run.memory_unit} per GPU", measured=run.memory, predicted=predicted)
 
 
-def errors_table(published: Sequence[Row]) -> str:
-    """Returns the table of median and worst errors of whole runs, by kind and by source."""
-    kinds = [
-        (kind, [row for row in published if row.kind == kind])
-        for kind in dict.fromkeys(row.kind for row in published)
-    ]
-    sources = [
-        (f"{who}, {kind}", [row for row in of_kind if row.who == who])
-        for kind, of_kind in kinds
-        for who in dict.fromkeys(row.who for row in of_kind)
-    ]
+def _row(case: Case, unit: str, *, measured: float, predicted: float) -> Row:
+    run = case.run
+    return Row(
+        run.source,
+        run.what,
+        unit,
+        measured=measured,
+        predicted=predicted,
+        assumed=run.assumed,
+        kind=case.kind,
+    )
+
+
+def _reserved_by_others(known: Sequence[Case], estimated: Sequence[float], source: str) -> float:
+    """Returns what allocators reserved, over the estimate: the median of the sources' medians."""
+    found: dict[str, list[float]] = {}
+    for case, predicted in zip(known, estimated, strict=True):
+        run = case.run
+        if run.source != source and "reserved" in run.other:
+            assert run.memory is not None
+            found.setdefault(run.source, []).append(run.memory / predicted)
+    return statistics.median(statistics.median(ratios) for ratios in found.values())
+
+
+def refused_rows() -> Iterator[Row]:
+    """Yields the runs whose settings are refused here."""
+    for run in runs():
+        try:
+            settings(run)
+        except UserError:
+            yield Row(run.source, run.what, run.speed_unit, run.speed, None, run.assumed)
+
+
+def is_memory(row: Row) -> bool:
+    return row.unit.startswith("G")
+
+
+def parts_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns rows by what they are: time in bfloat16, time in float8, memory."""
+    times = [row for row in rows if not is_memory(row)]
+    return {
+        "time, bfloat16": [row for row in times if row.kind != "in float8"],
+        "time, float8": [row for row in times if row.kind == "in float8"],
+        "memory": [row for row in rows if is_memory(row)],
+    }
+
+
+def by_source(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Returns the errors of each source."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row.error is not None:
+            found.setdefault(row.who, []).append(row.error)
+    return found
+
+
+def errors_table(rows: Sequence[Row]) -> str:
+    """Returns the table of errors by source."""
     lines = []
-    for name, of_kind in [*((f"**{kind}**", rows) for kind, rows in kinds), *sources]:
-        halves = [[row for row in of_kind if row.held_out == half] for half in ("no", "yes")]
-        lines.append([name, *errors_of(halves[0])[:2], *errors_of(halves[1])])
-    head = ("what", "fitted", "median error", "held out", "median error", "worst of those held out")
+    for part, of_part in parts_of(rows).items():
+        for source, off in by_source(of_part).items():
+            known = [row for row in of_part if row.who == source]
+            worst = max(known, key=lambda row: abs(row.error or 0))
+            lines.append(
+                [
+                    part,
+                    source,
+                    str(len(off)),
+                    f"{median(off):.0%}",
+                    f"{ninetieth(off):.0%}",
+                    f"{statistics.median(off):+.0%}",
+                    f"{worst.error:+.0%} ({worst.what})",
+                ]
+            )
+    head = ("what", "source, unseen", "runs", "median", "nine of ten", "bias", "worst")
     return "\n".join([*markdown(head, lines), ""])
 
 
+def claim(rows: Sequence[Row]) -> str:
+    """Returns the first line of the page: errors per unseen source."""
+    cells = []
+    for part, of_part in parts_of(rows).items():
+        medians = {source: median(off) for source, off in by_source(of_part).items()}
+        middle = statistics.median(medians.values())
+        named = ", ".join(f"{source} {off:.0%}" for source, off in medians.items())
+        cells.append(f"{part}: {middle:.0%} ({named})")
+    return (
+        "**Claim.** A source of published runs is predicted by constants that the others set. The "
+        "median error of its runs is, in the median of sources, "
+        f"for {'; for '.join(cells)}.\n"
+    )
+
+
+def causes_table(given: Sequence[Case]) -> str:
+    """Returns the errors of unseen sources with one cause after the other, constants fitted anew."""
+    columns: list[dict[str, list[tuple[Case, float]]]] = []
+    for count in range(len(CAUSES) + 1):
+        columns.append(unseen_errors(fitted(given, CAUSES[:count])))
+    lines = []
+    for source in columns[0]:
+        cells = []
+        for column in columns:
+            off = [error for _, error in column[source]]
+            cells.append(f"{100 * median(off):.0f} / {100 * ninetieth(off):.0f}")
+        lines.append([source, *cells])
+    head = ("source, unseen", "operations", *(f"+ {cause}" for cause in CAUSES))
+    return "\n".join([*markdown(head, lines), ""])
+
+
+def hidden_table() -> str:
+    """Returns the table of the source that was kept hidden, predicted by the shipped profiles."""
+    lines = []
+    for case in cases(HIDDEN):
+        run = case.run
+        seconds = case.seconds(HardwareProfile.load(run.gpu), float8=FLOAT8_TIME)
+        predicted = run.documents * run.length / seconds / run.gpus
+        error = seconds / case.measured_s - 1
+        cells = [run.what, run.gpu, f"{run.speed:,.0f}", f"{predicted:,.0f}", f"{error:+.0%}"]
+        lines.append([*cells, run.assumed])
+    head = ("run", "GPU", "tokens/s per GPU", "predicted", "time off by", "assumed")
+    return "\n".join([*markdown(head, lines), ""])
+
+
+def stated(rows: Sequence[Row]) -> str:
+    """Returns the table of longctx/planning/cost/published_errors.py."""
+    lines = []
+    for name, wanted in (("TIME", False), ("MEMORY", True)):
+        lines.append(f"{name}: dict[str, Errors] = {{")
+        known = [row for row in rows if is_memory(row) == wanted and row.error is not None]
+        for kind in dict.fromkeys(row.kind for row in known):
+            # How much more a run needed than was predicted.
+            more = [1 / (1 + (row.error or 0)) - 1 for row in known if row.kind == kind]
+            values = (statistics.median(more), median(more), ninetieth(more))
+            said = ", ".join(
+                f"{field}={value:.2f}"
+                for field, value in zip(("more", "half", "most"), values, strict=True)
+            )
+            lines.append(f'    "{kind}": Errors({len(more)}, {said}),')
+        lines.append("}")
+    return "\n".join([*lines, ""])
+
+
+def with_table(text: str, table: str) -> str:
+    """Returns the module with its table replaced."""
+    begin, end = "# Begin of the table.\n", "# End of the table.\n"
+    before, rest = text.split(begin)
+    return before + begin + table + end + rest.split(end)[1]
+
+
 def main() -> None:
-    others, whole = rows(), list(run_rows())
+    given = cases()
+    fit: Fit = fitted(given)
+    others = rows()
+    times = list(time_rows(unseen_errors(fit)))
+    whole = [*times, *memory_rows(given, reserved=True)]
+    plain = [*times, *memory_rows(given, reserved=False)]
     table = Table(RESULTS / "published.csv", COLUMNS, facts("longctx"), overwrite=True)
-    for row in [*others, *whole]:
+    for row in [*others, *whole, *refused_rows()]:
         table.append(asdict(row) | {"ratio": row.ratio})
-    text = replaced(PAGE.read_text("utf-8"), "published", table_of(others))
-    PAGE.write_text(replaced(text, "published runs", errors_table(whole)), "utf-8")
-    print(errors_table(whole))
+    text = PAGE.read_text("utf-8")
+    for name, generated in (
+        ("claim", claim(whole)),
+        ("published", table_of(others)),
+        ("published runs", errors_table(whole)),
+        ("causes", causes_table(given)),
+        ("hidden", hidden_table()),
+    ):
+        text = replaced(text, name, generated)
+    PAGE.write_text(text, "utf-8")
+    STATED.write_text(with_table(STATED.read_text("utf-8"), stated(plain)), "utf-8")
+    print(claim(whole), errors_table(whole), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,27 +10,45 @@ what was assumed. Sources:
 - NeMo AutoModel, docs/performance-summary.mdx (softmax attention); Megatron Bridge,
   docs/performance-summary-archive.md (25.11, H100s, without Qwen3 in float8); NeMo 24.07,
   docs/source/performance/ at 070a0bb and 0aa2671
+- prime-rl, benchmarks/baselines/ at 559b447: Qwen3 on H100s and H200s, every run that succeeded;
+  its head is src/prime_rl/trainer/models/layers/lm_head.py at a127150
+- ml-engineering, insights/when-to-upgrade-gpus/README.md at 744d01e: DeepSpeed on H200s and B200s
+- InternEvo, doc/en/train_performance.md at c628a8c: 7B on A100s, with optimizer states sharded in a
+  node
+- XTuner, docs/zh_cn/legacy/acceleration/benchmark.rst at b934f46: DeepSpeed on A100s
 
-Held out, by a rule made before anything was fitted: every second run of a source in the order of
-its tables. TRL's runs are all fitted, as they set the attention of the H100.
+Nothing is fitted to a run that is predicted: see bench/published_fit.py. `published_hidden.csv` has
+the runs of a source that was kept hidden: fms-fsdp, README.md at 5a296af.
 """
 
 import csv
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.recipes import MODELS, stand_in
+import numpy as np
+
+from bench.recipes import MODELS, QWEN3, stand_in
 from longctx.config import Config, load
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads
 from longctx.memory.model import _moments
 from longctx.model.published import LLAMA, LLAMA_70B
+from longctx.planning.assignment import Assignment, Integers
+from longctx.planning.cost.fixed import ShardedStates, with_fixed_costs
+from longctx.planning.cost.model import score
+from longctx.planning.cost.published_errors import kind_of
+from longctx.planning.cost.scaling import scale
+from longctx.planning.cost.spec import Matrix, ModelSpec
+from longctx.planning.cost.traffic import Traffic
+from longctx.planning.cost.work import RankWork
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
-from longctx.training.run_profile import in_float8, run_profile
+from longctx.training.run_profile import Described, read_described, states_of_run, work_of_run
 
 RUNS = Path(__file__).with_suffix(".csv")
+HIDDEN = RUNS.with_name("published_hidden.csv")
+"""Runs of a source that was not looked at before everything was set."""
 MLP = 8 / 3
 """Width of an MLP of three matrices that has the parameters of two, four times as wide as the
 model; over the model's."""
@@ -47,9 +65,12 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
         for name, (h, layers, heads) in MPT.items()
     },
     "mpt-70b": (8192, round(MLP * 8192), 80, 64, 64, 50368),
+    "internlm-7b": (4096, 11008, 32, 32, 32, 103168),
+    "yi-34b": (7168, 20480, 60, 56, 8, 64000),
     "llama-2-7b": (4096, 11008, 32, 32, 32, 32000),
     "llama-2-13b": (5120, 13824, 40, 40, 40, 32000),
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000),
+    "code-llama-34b": (8192, 22016, 48, 64, 8, 32000),
     "qwen2.5-3b": (2048, 11008, 36, 16, 2, 151936),
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064),
     "qwen2.5-14b": (5120, 13824, 48, 40, 8, 152064),
@@ -68,7 +89,26 @@ MODELS |= {"llama-3.1-8b": LLAMA, "llama-3.1-70b": LLAMA_70B}
 MODELS |= {
     name: {"model_type": "qwen2", **dict(zip(SIZES, sizes, strict=True))}
     for name, sizes in SHAPES.items()
-    if "qwen" in name
+    if "qwen2" in name
+}
+MODELS |= {
+    "qwen3-30b-a3b": MODELS["Qwen/Qwen3-30B-A3B-Base"],
+    "qwen3-0.6b": {
+        **QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        **QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
 }
 VOCABULARIES = {"llama": 128256, "qwen3": 151936, "gpt": 201088}
 
@@ -95,7 +135,6 @@ class Run:
     speed_unit: str
     memory: float | None
     memory_unit: str
-    held_out: bool
     assumed: str
 
     @property
@@ -111,13 +150,17 @@ class Run:
         )
 
     @property
+    def memory_unit_bytes(self) -> float:
+        return 2**30 if self.memory_unit == "GiB" else 1e9
+
+    @property
     def tokens_per_rank(self) -> int:
         return self.at_once * -(-self.length // self.cp)
 
 
-def runs() -> list[Run]:
+def runs(path: Path = RUNS) -> list[Run]:
     """Returns the published runs."""
-    with RUNS.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         return [_run(row) for row in csv.DictReader(file)]
 
 
@@ -125,7 +168,7 @@ def _run(row: dict[str, str]) -> Run:
     numbers = ("gpus", "length", "documents", "at_once", "tp", "pp", "chunks", "cp")
     other = dict(word.partition("=")[::2] for word in row["other"].split())
     values: dict[str, Any] = row | {name: int(row[name]) for name in numbers}
-    values |= {"other": other, "speed": float(row["speed"]), "held_out": row["held_out"] == "yes"}
+    values |= {"other": other, "speed": float(row["speed"])}
     return Run(**values | {"memory": float(row["memory"]) if row["memory"] else None})
 
 
@@ -156,8 +199,10 @@ def settings(run: Run) -> tuple[Config, int]:
         "ep": {"parallel.expert_parallel_size": run.other.get("ep")},
         "lora": {"lora.rank": run.other.get("lora")},
         "offload": {"train.offload_activations": "true"},
+        "offload_optimizer": {"train.offload_optimizer": "true"},
         "eager": {"train.compile": "false"},
         "reduce": {"parallel.reduce_after": "micro_batch"},
+        "shard": {"parallel.shard_ranks": run.other.get("shard")},
         "mlp_tile": {"train.mlp_tile_tokens": 2048},
     }
     given |= {name: value for key in run.other for name, value in known.get(key, {}).items()}
@@ -189,64 +234,221 @@ def _model(run: Run, vocabulary: int) -> dict[str, Any]:
     return {"model.preset": "llama-3.1-8b", "model.vocab_size": vocabulary, **overrides}
 
 
-def step_s(run: Run) -> float:
-    """Predicts the seconds of a step."""
-    config, vocabulary = settings(run)
-    profile = run_profile(config, run.gpus, vocabulary).profile
-    profile = in_float8(profile) if "float8" in run.other else profile
-    slower = float(run.other.get("attention", 1))
+CAUSES = (*Traffic._fields, "loss", "gathers", "updates")
+"""What takes time beside the operations of products and attention, in the order in which the page
+adds it: parts of `Traffic`, the loss of a stack, gathers and reductions, updates."""
+LOG_PROBABILITIES = 120
+"""Bytes per logit that prime-rl's head moves beside: in float32, one operation at a time, forward
+56 and backward 64."""
+HOST_BYTES = 34
+"""Bytes of host memory per parameter of an update on CPUs: 28 of AdamW in float32, and gradients
+and weights in bfloat16, sent and received."""
+HOST_BYTES_PER_S = 300e9
+"""Rate of a node's host memory, a guess: two sockets with eight channels of DDR5 have twice that
+by their data sheets."""
+GPUS_OF_NODE = 8
+WHOLE_LOGITS = 20
+"""Bytes per logit of a loss that casts all logits to float32, beside: 6 for the cast, 4 to read
+them, 6 for the cast of gradients, 4 to write them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published run, with what does not depend on the constants of a profile.
+
+    Attributes:
+        described: what the profile of its GPU is for.
+        work: work of a rank.
+        loss_work: what the stack's own loss adds: parameters computed, and bytes.
+        lengths, assignment: documents of a step and their places.
+        measured_s: seconds of a step, as published.
+        host_s: seconds of an update on CPUs, where the stack has its optimizer there.
+    """
+
+    run: Run
+    config: Config
+    spec: ModelSpec
+    described: Described
+    work: RankWork
+    loss_work: tuple[float, float]
+    states: ShardedStates
+    lengths: Integers
+    assignment: Assignment
+    measured_s: float
+    host_s: float
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.spec, float8="float8" in self.run.other)
+
+    def seconds(
+        self, profile: HardwareProfile, *, float8: float, causes: tuple[str, ...] = CAUSES
+    ) -> float:
+        """Predicts a step by a profile of the run's GPU; products in float8 take `float8` of their
+        time. The profile's linear time must be that of `described_work(causes)`."""
+        run = self.run
+        scaled = scale(
+            self._profile_of_stack(profile),
+            self.described_work(causes),
+            self._work(causes, float8=float8 if "float8" in run.other else 1.0),
+        )
+        states = self.states if "gathers" in causes else replace(self.states, gathers=0)
+        if "gathers" not in causes:
+            states = replace(states, shards=1, trained=states.trained / states.shards)
+        if "updates" not in causes:
+            states = replace(states, trained=0.0)
+        scaled = with_fixed_costs(scaled, self.work, states, run.tokens_per_rank)
+        ranks = self.config.domain(run.gpus)
+        if "updates" in causes:
+            scaled = replace(scaled, step_s=scaled.step_s + self.host_s)
+        times = score(scaled, self.lengths, self.assignment, ranks, self.config.pipeline)
+        return times.makespan_ns / 1e9
+
+    def described_work(self, causes: tuple[str, ...]) -> RankWork:
+        """Returns the work that the profile is for, with the traffic of these causes."""
+        work = self.described.work
+        return replace(work, traffic=_only(work.traffic, causes))
+
+    def _profile_of_stack(self, profile: HardwareProfile) -> HardwareProfile:
+        """Returns the profile with the stack's own attention; where weights are kept whole, kernels
+        are queued ahead."""
+        slower = float(self.run.other.get("attention", 1))
+        return replace(
+            profile,
+            attention_s_per_token2=slower * profile.attention_s_per_token2,
+            launch_s=0.0 if "whole_weights" in self.run.other else profile.launch_s,
+        )
+
+    def _work(self, causes: tuple[str, ...], *, float8: float) -> RankWork:
+        traffic = _only(self.work.traffic, causes)
+        computed = self.work.computed
+        if "loss" in causes:
+            more_computed, more_bytes = self.loss_work
+            computed += more_computed
+            traffic = traffic._replace(head=traffic.head + more_bytes)
+        return replace(self.work, computed=float8 * computed, traffic=traffic)
+
+
+def _only(traffic: Traffic, causes: tuple[str, ...]) -> Traffic:
+    parts = {name: part for name, part in traffic._asdict().items() if name in causes}
+    return Traffic(**parts)
+
+
+def cases(path: Path = RUNS) -> list[Case]:
+    """Returns the published runs that settings accept."""
+    found = []
+    for run in runs(path):
+        try:
+            config, vocabulary = settings(run)
+        except UserError:
+            continue
+        found.append(_case(run, config, vocabulary))
+    return found
+
+
+def _case(run: Run, config: Config, vocabulary: int) -> Case:
+    profile, described = read_described(run.gpu)
+    assert described is not None
+    spec = config.model_source(vocabulary).spec
+    spec = replace(spec, vocab_size=vocabulary)
+    if "expert_adapters" in run.other:
+        spec = _with_expert_adapters(spec, int(run.other["lora"]))
+    work = work_of_run(config, spec, run.gpus, "cuda")
+    if "fused" in run.other:
+        compiled = config.changed({"train.compile": True})
+        work = work_of_run(compiled, spec, run.gpus, "cuda")
+    states = states_of_run(config, spec, run.gpus, work)
+    whole = "whole_weights" in run.other
+    gathers = 0 if whole else states.gathers
     plan = make_plan(
         [run.length] * run.documents,
         ranks=config.domain(run.gpus),
         tokens_per_rank=config.batch.tokens_per_rank,
-        profile=replace(profile, attention_s_per_token2=slower * profile.attention_s_per_token2),
+        profile=scale(profile, described.work, work),
         mode="static",
         degree=run.cp,
         pipeline=config.pipeline,
     )
-    return plan.makespan_s
+    return Case(
+        run,
+        config,
+        spec=spec,
+        described=described,
+        work=work,
+        loss_work=_loss_work(run, spec, tensor=work.tensor),
+        states=replace(states, gathers=gathers, reduces_each=not whole),
+        lengths=np.array(plan.lengths),
+        assignment=Assignment.of(plan),
+        measured_s=_measured_s(run),
+        host_s=_host_s(run, spec),
+    )
+
+
+def _loss_work(run: Run, spec: ModelSpec, *, tensor: int) -> tuple[float, float]:
+    """Returns the parameters and the bytes per token that the stack's own loss computes and moves
+    beside ours: prime-rl's backward multiplies by the head again."""
+    assert spec.vocab_size is not None
+    if "log_probabilities" in run.other:
+        return spec.vocabulary_parameters / 3 / tensor, LOG_PROBABILITIES * spec.vocab_size / tensor
+    if "whole_logits" in run.other:
+        return 0.0, WHOLE_LOGITS * spec.vocab_size / tensor
+    return 0.0, 0.0
+
+
+def _with_expert_adapters(spec: ModelSpec, rank: int) -> ModelSpec:
+    """Returns a model whose experts have adapters too, which ours have not."""
+    layers = []
+    for layer in spec.layers:
+        adapters = []
+        for matrix in layer.of("expert"):
+            first = Matrix(rank, matrix.columns, matrix.count, matrix.used, role="lora_a")
+            second = Matrix(matrix.rows, rank, matrix.count, matrix.used, role="adapter")
+            adapters += [first, second]
+        layers.append(replace(layer, matrices=(*layer.matrices, *adapters)))
+    return replace(spec, layers=tuple(layers))
+
+
+def _host_s(run: Run, spec: ModelSpec) -> float:
+    """Returns the seconds of an update on CPUs."""
+    if "offload_optimizer" not in run.other:
+        return 0.0
+    nodes = run.gpus / GPUS_OF_NODE
+    return HOST_BYTES * spec.trained_parameters / nodes / HOST_BYTES_PER_S
+
+
+def _measured_s(run: Run) -> float:
+    if run.speed_unit.startswith("s "):
+        return run.speed
+    done = flops(run) / 1e12 if run.speed_unit.startswith("TFLOP") else run.documents * run.length
+    return done / run.speed / run.gpus
 
 
 def peak_bytes(run: Run) -> int:
-    """Predicts the peak of the allocator on the fullest GPU.
+    """Predicts the peak of the allocator on the fullest GPU, without what it reserves beside.
 
-    With `whole_logits` the loss keeps all logits and their gradients, in bfloat16 and in float32;
-    with `bf16_states` weights, gradients and moments have two bytes instead of four.
+    With `whole_logits` the loss keeps all logits and their gradients, with 12 bytes or as many as
+    are given; with `bf16_states` weights, gradients and moments have two bytes instead of four;
+    with `float32_frozen` frozen weights have four.
     """
     config, vocabulary = settings(run)
-    logits = 12 * run.tokens_per_rank * vocabulary // run.tp if "whole_logits" in run.other else 0
+    spec = replace(config.model_source(vocabulary).spec, vocab_size=vocabulary)
+    logits = 0
+    if "whole_logits" in run.other:
+        per_logit = int(run.other["whole_logits"] or 12)
+        logits = per_logit * run.tokens_per_rank * vocabulary // run.tp
+    frozen = 0
+    if "float32_frozen" in run.other:
+        shards = config.parallel.shard_ranks or config.domain(run.gpus)
+        frozen = 2 * (spec.parameters - spec.trained_parameters) // shards
     found = []
-    for moment in _moments(
-        config.model_source(vocabulary).spec,
-        config,
-        run.gpus,
-        list(full_loads(config, run.gpus)),
-        True,
-    ):
+    loads = list(full_loads(config, run.gpus))
+    for moment in _moments(spec, config, run.gpus, loads, True):
         states = moment.parameters + moment.optimizer + moment.gradients
-        saved = states // 2 if "bf16_states" in run.other and "lora" not in run.other else 0
-        found.append(
-            moment.total - moment.device - saved + (logits if moment.moment == "loss" else 0)
-        )
+        halved = "bf16_states" in run.other and "lora" not in run.other
+        saved = states // 2 if halved else 0
+        more = logits if moment.moment == "loss" else 0
+        found.append(moment.total - moment.device - saved + frozen + more)
     return max(found)
-
-
-def figures() -> Iterator[tuple[Run, str, float, float | None]]:
-    """Yields a run, a unit, and what was measured and predicted in it: None for a run whose
-    settings are refused here."""
-    for run in runs():
-        try:
-            settings(run)
-        except UserError:
-            yield run, run.speed_unit, run.speed, None
-            continue
-        seconds, tokens = step_s(run), run.documents * run.length
-        done = flops(run) / 1e12 if run.speed_unit.startswith("TFLOP") else tokens
-        predicted = seconds if run.speed_unit.startswith("s ") else done / seconds / run.gpus
-        yield run, run.speed_unit, run.speed, predicted
-        if run.memory is not None:
-            unit = 2**30 if run.memory_unit == "GiB" else 1e9
-            yield run, f"{run.memory_unit} per GPU", run.memory, peak_bytes(run) / unit
 
 
 def flops(run: Run) -> float:

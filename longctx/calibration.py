@@ -1,10 +1,10 @@
 """Measures a hardware profile: the constants of the cost model on this machine, with the trainer's
 own step.
 
-Measured are matrices, launch and optimizer, attention on whole documents of three lengths, and with
-several ranks the links and which ranks are slow. Overlap, the penalty of splitting and links that
-these ranks do not have are those of another profile, scaled to the model. Work is timed on all
-ranks at once; as in a training step, the slowest rank counts.
+Measured are matrices, memory, launch and optimizer, attention on whole documents of three lengths,
+and with several ranks the links and which ranks are slow. Overlap, the penalty of splitting and
+links that these ranks do not have are those of another profile, scaled to the model. Work is timed
+on all ranks at once; as in a training step, the slowest rank counts.
 """
 
 import math
@@ -33,7 +33,7 @@ from longctx.model.protocol import Attention
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.planning.cost.scaling import query_share
-from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile, SlowRanks
+from longctx.planning.hardware_profile import NO_LIMIT, EfficiencyTable, HardwareProfile, SlowRanks
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.planning.planners.planner import make_plan
@@ -60,6 +60,8 @@ MANY_SPLIT = 34
 """Numbers of split documents that are compared."""
 LEAST_BYTES = 1 << 20
 """Minimum size of the largest message; times of smaller messages say little about bandwidth."""
+COPIED_BYTES = 1 << 28
+"""Size of a copy, several times that of a GPU's caches."""
 MESSAGES, PEERS = 5, 7
 """Number of consecutive messages timed together, and maximum number of peers that a rank exchanges
 with at once."""
@@ -149,6 +151,8 @@ def measure_profile(
     launch_s, linear_s_per_token, step_s = _matrices(run)
     add("model without attention", linear_s_per_token=linear_s_per_token, launch_s=launch_s)
     add("a step of an empty micro-batch", step_s=step_s)
+    rate, memory = _memory(run)
+    add(memory, memory_bytes_per_s=rate)
     profile = replace(profile, query_share=_short(query_share(profile, described.work)))
     tell("attention")
     lengths = sorted({min(length, tokens) for length in LENGTHS})
@@ -211,6 +215,7 @@ def _describe(config: Config, mesh: Mesh, shape: ModelShape) -> Described:
             "tensor_parallel_size": config.parallel.tensor_parallel_size,
             "expert_parallel_size": config.parallel.expert_parallel_size,
             "optimizer": config.optimizer.name,
+            "compiled": config.compiles(mesh.device.type, shape.spec),
         }
     )
 
@@ -439,6 +444,21 @@ def _attention_constants(run: TimedRun, lengths: Sequence[int]) -> dict[str, Any
         seconds[length] = _attention_s(run, length)
     slope, table = fit_attention(seconds)
     return {"attention_s_per_token2": slope, "attention_efficiency": table}
+
+
+def _memory(run: TimedRun) -> tuple[float, str]:
+    """Returns the rate of memory that products wait for, and what it is from."""
+    if run.mesh.device.type != "cuda":
+        return NO_LIMIT, "caches of CPUs hold what products move"
+    return _memory_bytes_per_s(run), "a copy"
+
+
+def _memory_bytes_per_s(run: TimedRun) -> float:
+    """Returns the bytes per second that a copy reads and writes."""
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=run.mesh.device)
+    copy = torch.empty_like(source)
+    (seconds,) = run.seconds(lambda: copy.copy_(source))
+    return 2 * COPIED_BYTES / seconds
 
 
 def _attention_s(run: TimedRun, length: int) -> float:

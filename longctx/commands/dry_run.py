@@ -20,6 +20,7 @@ from longctx.hf.source import ModelSource, lines_on
 from longctx.memory.fitting import RunMemory
 from longctx.memory.verdict import STEPS, PredictedRun, predict
 from longctx.parallel.device import assumed, choose_device
+from longctx.planning.cost.published_errors import kind_of, said
 from longctx.planning.plan import Plan
 from longctx.training.checks import checks_of
 from longctx.training.data import (
@@ -96,6 +97,9 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     )
     print(f"memory     at {run.memory.moment}: {parts}")
     print("\n".join(_run_lines(run, store, ranks, static)))
+    if of_run.fused:
+        kind = kind_of(source.spec, float8=config.train.float8 is not None)
+        print(f"errors     {said('time', kind)}", f"           {said('memory', kind)}", sep="\n")
 
 
 def vocabulary_of(config: Config) -> int | None:

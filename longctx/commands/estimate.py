@@ -12,6 +12,7 @@ from longctx.config import Config, load, overview
 from longctx.errors import UserError
 from longctx.hf.source import lines_on
 from longctx.model.published import config_alone
+from longctx.planning.cost.published_errors import kind_of, said
 from longctx.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def _estimate(arguments: argparse.Namespace) -> None:
         print("not counted: the process, its libraries and memory fragmentation")
         profile = run_profile(predicted.config, ranks, spec.vocab_size)
         print("\n".join(profile.lines))
+        if of_run.fused:
+            kind = kind_of(spec, float8=config.train.float8 is not None)
+            print(said("time", kind), said("memory", kind), sep="\n")
 
 
 def _documents(config: Config, arguments: argparse.Namespace) -> "Store | None":

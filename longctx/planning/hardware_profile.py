@@ -20,6 +20,8 @@ SHIPPED = Path(__file__).parent / "profiles"
 
 BESIDE = ("state_bytes", "split_s_per_token", "received_s_per_token", "split_document_s")
 """Constants of what split documents cost beside the exchange of K and V."""
+NO_LIMIT = 1e18
+"""Bytes per second of a memory that nothing waits for."""
 EfficiencyTable = tuple[tuple[int, float], ...]
 SlowRanks = tuple[tuple[int, float], ...]
 SLOWEST = 100
@@ -95,6 +97,9 @@ class HardwareProfile:
         slow_ranks: (rank of the domain, its time for the same work relative to the others) pairs,
             each above 1, by ascending rank: all that it computes takes that much longer, its
             messages do not. None by default.
+        memory_bytes_per_s: rate at which a rank's device reads and writes memory. The share of
+            `linear_s_per_token` that it takes depends on the shape of matrices (see
+            `longctx.planning.cost.traffic`). By default nothing waits for memory.
     """
 
     linear_s_per_token: float
@@ -116,6 +121,7 @@ class HardwareProfile:
     received_s_per_token: float = 0.0
     split_document_s: float = 0.0
     slow_ranks: SlowRanks = ()
+    memory_bytes_per_s: float = NO_LIMIT
 
     def __post_init__(self) -> None:
         problems = []

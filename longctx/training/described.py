@@ -28,7 +28,7 @@ class Described(BaseModel):
     by `longctx calibrate`.
 
     `memory_gb` is the memory of the GPU by its data sheet; with `from_data_sheets` nothing was
-    measured.
+    measured, and launch and step have nothing of sharded weights. `compiled`: whether blocks were.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -45,6 +45,7 @@ class Described(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1)
     expert_parallel_size: int = Field(1, ge=1)
     optimizer: str = "adamw"
+    compiled: bool = True
 
     @property
     def work(self) -> RankWork:
@@ -59,6 +60,7 @@ class Described(BaseModel):
             keep_kv=self.keep_kv,
             tensor=self.tensor_parallel_size,
             expert=self.expert_parallel_size,
+            compiled=self.compiled,
             **of_run,
         )
 

@@ -265,6 +265,7 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
     "A100": (312e12, 19.5e12),
     "A800": (312e12, 19.5e12),
     "L40S": (362e12, 91.6e12),
+    "RTX 4090": (165.2e12, 82.6e12),
     "MI300X": (1307e12, 163.4e12),
 }
 """Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data

@@ -12,9 +12,10 @@ from longctx.attention.linear import fused
 from longctx.config import Config
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
+from longctx.planning.cost.fixed import ShardedStates, with_fixed_costs
 from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.cost.work import work_of
-from longctx.planning.hardware_profile import HardwareProfile, shipped_profiles
+from longctx.planning.cost.work import ELEMENT_BYTES, RankWork, work_of
+from longctx.planning.hardware_profile import shipped_profiles
 from longctx.training.described import (
     Described,
     RunProfile,
@@ -28,9 +29,13 @@ from longctx.training.optimizer import OPTIMIZERS
 
 UNKNOWN_GPU = "h100-nvlink-ib"
 """Profile of GPUs that no shipped profile is for."""
-FLOAT8_TIME = 0.6
-"""Time of linear layers with float8 products, relative to bfloat16, by half of the float8 runs in
-bench/published_runs.csv."""
+FLOAT8_TIME = 0.5
+"""Time of products in float8, without what they move, relative to bfloat16, by the float8 runs in
+bench/published_runs.csv (bench/published_fit.py)."""
+
+
+GATHERS = {"block": 2, "micro_batch": 1, "step": 0}
+"""How often a micro-batch gathers all weights, by `parallel.reshard_after`."""
 
 
 def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> RunProfile:
@@ -78,25 +83,20 @@ def scaled_profile(
             profile = replace(profile, ranks_per_node=max(1, node // tensor))
         return unscaled(name, profile, *lines)
     spec = with_vocabulary(spec, described)
-    work = work_of(
-        spec,
-        config.dtype,
-        recompute=config.train.recompute,
-        keep_kv=bool(config.context.keep_kv),
-        tensor=tensor,
-        pipeline=config.pipeline,
-        tokens_per_rank=config.batch.tokens_per_rank,
-        gpus=ranks,
-        expert=config.parallel.expert_parallel_size,
-        fused=fused.run_in(getattr(torch, config.dtype), device.type),
-    )
+    work = work_of_run(config, spec, ranks, device.type)
+    if config.train.float8 is not None:
+        work = in_float8(work)
     if queries_first or config.context.ulysses_degree > 1:
         work = replace(work, queries=0.0)  # heads are swapped once the queries are there
     scaled = scaled_to(name, profile, described=described, work=work, what="this run", node=node)
+    if described.from_data_sheets:
+        states = states_of_run(config, spec, ranks, work)
+        tokens = config.batch.tokens_per_rank
+        scaled = replace(scaled, profile=with_fixed_costs(scaled.profile, work, states, tokens))
     if config.train.float8 is not None:
-        scaled = replace(scaled, profile=in_float8(scaled.profile))
         lines.append(
-            f"products in float8 are taken to take {FLOAT8_TIME:.0%} of the time of {config.dtype}"
+            f"products in float8 are taken to take {FLOAT8_TIME:.0%} of the time of "
+            f"{config.dtype}, and to move as many bytes"
         )
     optimizer = config.optimizer.name
     operations, numbers = OPTIMIZERS[optimizer].step_work(spec, ranks)
@@ -119,10 +119,39 @@ def scaled_profile(
     return replace(scaled, lines=(*scaled.lines, *lines, *doubts))
 
 
-def in_float8(profile: HardwareProfile) -> HardwareProfile:
-    """Returns a profile whose linear layers take `FLOAT8_TIME` of their time, and hide as much of
-    the exchange less."""
-    return replace(profile, linear_s_per_token=FLOAT8_TIME * profile.linear_s_per_token)
+def work_of_run(config: Config, spec: ModelSpec, ranks: int, device: str) -> RankWork:
+    """Returns the work of a rank of a run on `ranks` devices of this type."""
+    return work_of(
+        spec,
+        config.dtype,
+        recompute=config.train.recompute,
+        keep_kv=bool(config.context.keep_kv),
+        tensor=config.parallel.tensor_parallel_size,
+        pipeline=config.pipeline,
+        tokens_per_rank=config.batch.tokens_per_rank,
+        gpus=ranks,
+        expert=config.parallel.expert_parallel_size,
+        fused=fused.run_in(getattr(torch, config.dtype), device),
+        compiled=config.compiles(device, spec),
+    )
+
+
+def states_of_run(config: Config, spec: ModelSpec, ranks: int, work: RankWork) -> ShardedStates:
+    """Returns what a rank of a run gathers, reduces and updates, beside its `work`."""
+    split = work.tensor * config.pipeline.ranks
+    return ShardedStates(
+        shards=config.parallel.shard_ranks or config.domain(ranks),
+        gathers=GATHERS[config.parallel.reshard_after],
+        element_bytes=ELEMENT_BYTES[config.dtype],
+        reduces_each=config.parallel.reduce_after == "micro_batch",
+        trained=spec.trained_parameters / split,
+        waits=any(layer.experts for layer in spec.layers) and work.expert_ranks == 1,
+    )
+
+
+def in_float8(work: RankWork) -> RankWork:
+    """Returns work whose products take `FLOAT8_TIME` of their time, and move as many bytes."""
+    return replace(work, computed=FLOAT8_TIME * work.computed)
 
 
 def own_device(config: Config) -> tuple[torch.device, str | None]:

@@ -103,16 +103,16 @@ def test_answers(tmp_path: Path) -> None:
     )
     assert line_of(page, "| flash | 8192 | 1 ").endswith("| 50% | 50% | 80% |  |")
     assert line_of(page, "| flash | 8192 | 4 ").endswith(
-        "| 527 | 442 | 600 | 400 | 93% | 89% | 80% | not reached |"
+        "| 524 | 442 | 600 | 400 | 93% | 89% | 80% | not reached |"
     )
     assert line_of(page, "| flash | 8192 | 16 ").endswith("| 93% | 91% | 80% | reached |")
     assert line_of(page, "| flash | 8192 | 64 ").endswith("| OutOfMemoryError: x |")
     assert (
         line_of(page, "| flash | 32768 | 1 ")
-        == "| flash | 32768 | 1 | 527 |  |  |  |  |  |  | not measured |"
+        == "| flash | 32768 | 1 | 524 |  |  |  |  |  |  | not measured |"
     )
     assert line_of(page, "| 32768 | norms").endswith(
-        "| 0.9127 | 1.5 | 21845.0 | 51.0% | 41.6 | 50.0 | MFU reached |"
+        "| 1.062 | 1.5 | 21845.0 | 51.0% | 41.6 | 50.0 | MFU reached |"
     )
     assert line_of(page, "| 131072 | norms").endswith("| MFU not reached, estimate off by +12% |")
     assert line_of(page, "| 32768 | full").endswith("| error: out of memory |")
@@ -341,7 +341,7 @@ def test_predicted_constants_stand_beside_those_of_this_machine(tmp_path: Path) 
     path.write_text(yaml.safe_dump(replace(profile, overlap=0.125).to_dict()), encoding="utf-8")
     page = answers(tmp_path / "mine")
     assert line_of(page, "| overlap") == "| overlap | 0.8 | 0.125 |"
-    assert line_of(page, "| linear_s_per_token") == "| linear_s_per_token | 1.164e-05 | 8.9e-05 |"
+    assert line_of(page, "| linear_s_per_token") == "| linear_s_per_token | 1.576e-05 | 9.63e-05 |"
     assert line_of(page, "| intra_node") == "| intra_node_bytes_per_s | 3e+11 | 3e+11 |"
 
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from longctx.calibration import (
     BY_MODEL,
+    COPIED_BYTES,
     PEERS,
     _matrices,
+    _memory_bytes_per_s,
     _of_usual_ranks,
     _split_document_s,
     fit_attention,
@@ -50,6 +52,19 @@ def test_a_line_is_found(intercept: float, slope: float, counts: list[int]) -> N
     seconds = [intercept + slope * count for count in counts]
     found = fit_line(counts, seconds)
     assert [found[0] + found[1] * count for count in counts] == pytest.approx(seconds, rel=1e-5)
+
+
+def test_a_copy_reads_and_writes_memory() -> None:
+    copied = []
+
+    def seconds(work: Any) -> list[float]:
+        copied.append(work())
+        return [0.5]
+
+    run = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu")), seconds=seconds)
+    assert _memory_bytes_per_s(run) == 4 * COPIED_BYTES  # type: ignore[arg-type]  # a part of it
+    (copy,) = copied
+    assert copy.nbytes == COPIED_BYTES and bool(copy.all())
 
 
 def test_a_line_of_noise_still_rises() -> None:

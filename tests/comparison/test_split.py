@@ -15,6 +15,7 @@ from longctx.config import Config, check, load
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.work import layers_of_ranks
+from longctx.planning.hardware_profile import NO_LIMIT
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
@@ -30,7 +31,9 @@ from split_search import (
     search,
 )
 
-H100 = Machine.load("h100-nvlink-ib")
+SHIPPED = Machine.load("h100-nvlink-ib")
+H100 = replace(SHIPPED, profile=replace(SHIPPED.profile, memory_bytes_per_s=NO_LIMIT))
+"""Without what memory moves, which tests/planning/test_traffic.py counts."""
 EIGHT_B = H100.model
 BLOCK = EIGHT_B.spec.layers[0].matrix_parameters
 SEVENTY_B = {

@@ -21,6 +21,7 @@ from longctx.planning.layout import shard_tokens
 from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
 from tests.planning.test_plan_properties import H100, profiles
+from tests.profile_cases import PINNED
 
 
 def plain_efficiency(profile: HardwareProfile, segment: Fraction) -> float:
@@ -206,10 +207,10 @@ def test_a_worked_example() -> None:
     exchange."""
     a = Assignment(np.array([0]), np.array([0]), np.array([2]), np.array([False]))
     result = score(H100, np.array([8192]), a, 2)
-    attention = 1.74e-9 * 8192**2 / 2 / (1 - 0.15 * math.log2(1.3) / 2)
-    assert result.makespan_ns == pytest.approx(
-        (0.3 + 0.05 + 8.9e-5 * 4096 + attention + H100.split_document_s) * 1e9, abs=5
-    )
+    attention = H100.attention_s_per_token2 * 8192**2 / 2 / (1 - 0.15 * math.log2(1.3) / 2)
+    fixed = H100.step_s + H100.launch_s + H100.split_document_s
+    linear = H100.linear_s_per_token * 4096
+    assert result.makespan_ns == pytest.approx((fixed + linear + attention) * 1e9, abs=5)
     assert result.exposed_share == H100.split_document_s * 1e9 / result.makespan_ns
     assert result.idle_share == 0
 
@@ -240,7 +241,7 @@ def test_no_assignment_beats_the_tight_bound(
 def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None:
     """On a slow network the longest document stays in a node, and the budget of other ranks is too
     small to keep them busy."""
-    slow = replace(H100, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 64)
+    slow = replace(PINNED, inter_node_bytes_per_s=PINNED.inter_node_bytes_per_s / 64)
     lengths = np.array([65536, *[2000] * 400])
     alone = int(document_bound_ns(slow, lengths[:1], np.arange(1, 65), 8192).min())
     fixed = slow.step_s + slow.launch_s * 2
@@ -251,9 +252,9 @@ def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None
     assert tight <= plan.makespan_s < 1.02 * tight
     # Where links in a node are slow too, the ring waits for long, but has no token to spare.
     slower = replace(
-        H100,
-        intra_node_bytes_per_s=H100.intra_node_bytes_per_s / 64,
-        inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 256,
+        PINNED,
+        intra_node_bytes_per_s=PINNED.intra_node_bytes_per_s / 64,
+        inter_node_bytes_per_s=PINNED.inter_node_bytes_per_s / 256,
     )
     ring, others = (
         int(document_bound_ns(slower, lengths[row], np.array([degree]), 8192).min())

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from longctx.comparison.baselines import plan_placed
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
-from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.bins import derived_degrees
 from longctx.planning.planners.degree_table import DegreeTable, _degrees
 from longctx.planning.planners.few_documents import _choices, _Costs, _placed, with_other_degrees
@@ -28,8 +27,9 @@ from longctx.planning.planners.shortest_path import LimitGraph
 from rivals import RIVALS
 from tests.marks import examples
 from tests.planning.test_plan_properties import requests
+from tests.profile_cases import PINNED
 
-H100 = HardwareProfile.load("h100-nvlink-ib")
+H100 = PINNED
 
 
 @st.composite

@@ -19,8 +19,9 @@ from longctx.planning.planners.short_together import short_together
 from longctx.planning.planners.static import pack_static
 from longctx.planning.planners.whole import _own_ns, with_more_whole
 from tests.marks import examples
+from tests.profile_cases import PINNED
 
-H100 = HardwareProfile.load("h100-nvlink-ib")
+H100 = PINNED
 FREE = replace(H100, kv_bytes_per_token=1e-30, latency_s=0.0, split_document_s=0.0)
 """Exchange takes no time, so that times add up."""
 

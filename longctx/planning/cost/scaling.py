@@ -1,8 +1,10 @@
 """Scaling: converts a profile from one model or parallel layout to another on the same hardware.
 
-- linear: 6 FLOP per parameter and token, plus 2 where backward recomputes it; plus messages that
-  nothing hides: the collectives of tensor parallelism inside a node, tokens that travel to their
-  experts and back, evenly spread, and the messages between pipeline ranks.
+- linear: 6 FLOP per parameter and token, plus 2 where backward recomputes it; plus the bytes that
+  products and elementwise work read and write, at the rate of the device's memory: so narrow
+  matrices reach less of the peak; plus messages that nothing hides: the collectives of tensor
+  parallelism inside a node, tokens that travel to their experts and back, evenly spread, and the
+  messages between pipeline ranks.
 - attention: by layers × heads × head size, times 4.5 / 3.5 where backward recomputes it, twice that
   in both directions.
 - K and V, states of linear attention: bytes are counted, not scaled. What scans of split documents
@@ -11,14 +13,13 @@
 - latency, and what each split document takes: by exchanges; launch: by layers; step: by
   parameters.
 
-Efficiencies, bandwidths and overlap are not scaled, although larger matrices reach more of a
-device's peak.
+Efficiencies, bandwidths and overlap are not scaled.
 """
 
 from dataclasses import replace
 
 from longctx.planning.cost.work import RankWork
-from longctx.planning.hardware_profile import HardwareProfile, ProfileError
+from longctx.planning.hardware_profile import NO_LIMIT, HardwareProfile, ProfileError
 
 
 def scale(
@@ -39,17 +40,17 @@ def scale(
     profile = replace(profile, ranks_per_node=max(1, node // target.tensor))
     if known == target:
         return profile
-    arithmetic = profile.linear_s_per_token - _messages_s(profile, known, node)
+    arithmetic = profile.linear_s_per_token - _moved_s(profile, known, node)
     if arithmetic <= 0:
         raise ProfileError(
             f"linear_s_per_token is {profile.linear_s_per_token:.3g} s, but the messages of "
-            f"tensor_parallel_size {known.tensor} alone would take longer, so the profile cannot "
-            "be scaled: measure one with the settings of the run (`longctx calibrate`)"
+            f"tensor_parallel_size {known.tensor} and memory traffic alone would take longer, so "
+            "the profile cannot be scaled: measure one with the settings of the run (`longctx "
+            "calibrate`)"
         )
     layers = target.layers / known.layers
-    linear_s_per_token = arithmetic * (target.computed / known.computed) + _messages_s(
-        profile, target, node
-    )
+    computed_s = arithmetic * (target.computed / known.computed)
+    linear_s_per_token = computed_s + _moved_s(profile, target, node)
     queries = target.queries / known.queries if known.queries else 0.0
     return replace(
         profile,
@@ -73,8 +74,15 @@ def scale(
 def query_share(profile: HardwareProfile, work: RankWork) -> float:
     """Returns the `query_share` of a profile of `work`, not in a pipeline, by arithmetic; the
     profile's own is not read."""
-    messages_s = _messages_s(profile, work, work.gpus)
-    return work.queries / work.computed * max(0.0, 1 - messages_s / profile.linear_s_per_token)
+    moved_s = _moved_s(profile, work, work.gpus)
+    return work.queries / work.computed * max(0.0, 1 - moved_s / profile.linear_s_per_token)
+
+
+def _moved_s(profile: HardwareProfile, work: RankWork, node: int) -> float:
+    """Returns the seconds per token in which a rank moves values: in its memory, and in messages
+    that nothing hides."""
+    traffic_s = sum(work.traffic) / profile.memory_bytes_per_s
+    return traffic_s + _messages_s(profile, work, node)
 
 
 def _messages_s(profile: HardwareProfile, work: RankWork, node: int) -> float:
@@ -104,6 +112,7 @@ def arithmetic_said(
             scaled.linear_s_per_token / profile.linear_s_per_token,
             f"{known.computed / 1e6:,.4g}M → {target.computed / 1e6:,.4g}M parameters computed per "
             "token"
+            + ", plus what memory moves" * (profile.memory_bytes_per_s < NO_LIMIT)
             + ", plus messages between ranks"
             * (target.tensor_bytes + target.pipeline_bytes + target.expert_bytes > 0),
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from longctx.planning.cost.spec import LayerSpec, ModelSpec, Scan
+from longctx.planning.cost.traffic import NO_TRAFFIC, Traffic, traffic_of
 from longctx.planning.hardware_profile import ProfileError
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
@@ -57,6 +58,7 @@ class RankWork:
             expand latents.
         exchanges: number of layers that exchange K and V, and of linear attention by how often they
             exchange.
+        traffic: bytes of device memory read and written per token, beside attention.
     """
 
     layers: int
@@ -76,6 +78,7 @@ class RankWork:
     split: float = 0.0
     received: float = 0.0
     exchanges: float = 0.0
+    traffic: Traffic = NO_TRAFFIC
 
 
 def work_of(
@@ -90,6 +93,7 @@ def work_of(
     gpus: int = 1,
     expert: int = 1,
     fused: bool = False,
+    compiled: bool = True,
 ) -> RankWork:
     """Returns the work per token of the slowest pipeline rank.
 
@@ -108,7 +112,6 @@ def work_of(
     passes = 3 + again - keep_kv
     share = 2 if spec.encoder_layers else 1  # of what every token of an encoder-decoder counts for
 
-    matrices = sum(layer.matrix_parameters + layer.idle_parameters for layer in layers) + head
     experts = sum(layer.expert_parameters for layer in layers)
     expert_ranks = expert * tensor
     queries = sum(layer.query_parameters for layer in layers)
@@ -116,22 +119,27 @@ def work_of(
     attending = [layer for layer in layers if layer.attends]
     decoder = attending[spec.encoder_layers :]
     exchanging = attending + (decoder if spec.encoder_layers else [])  # cross-attention
-    kv_bytes = sum(
-        kv_bytes_per_token(layer.sent_values(tensor), ELEMENT_BYTES[dtype], passes)
-        for layer in exchanging
-    )
+    kv_bytes = kv_bytes_per_token(_sent(exchanging, tensor), ELEMENT_BYTES[dtype], passes)
     # Backward expands again; frozen weights have no gradient.
     expansions = 4 + again - spec.adapted
     latents = sum(layer.latent.parameters for layer in attending)
 
     linear = [layer.scan for layer in layers if layer.scan is not None]
     linear_passes = 2 + (recompute != "none")
-    states = sum(scan.state_size for scan in linear)
     scanned, split = _scanned(linear, dtype, recompute, fused=fused)
     computed = _computed(spec, layers, head, recompute) + scanned
+    traffic = traffic_of(
+        spec,
+        layers,
+        has_head=head > 0,
+        element_bytes=ELEMENT_BYTES[dtype],
+        recompute=recompute,
+        tensor=tensor,
+        compiled=compiled,
+    )
     return RankWork(
         layers=len(layers),
-        weights=(matrices - experts + experts / expert) / tensor,
+        weights=(_parameters(layers) + head - experts + experts / expert) / tensor,
         computed=computed / tensor / share,
         attention=_attention(spec, decoder, again=again, tensor=tensor),
         kv_bytes=max(1, kv_bytes // share),
@@ -143,11 +151,27 @@ def work_of(
         expert_weights=experts / expert_ranks,
         expert_ranks=expert_ranks if experts else 1,
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
-        state_bytes=SEGMENTS * STATE_BYTES * states * linear_passes,
+        state_bytes=_state_bytes(linear) * linear_passes,
         split=split / tensor,
         received=latents * expansions / 3 / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
+        traffic=traffic.over(share),
     )
+
+
+def _parameters(layers: Sequence[LayerSpec]) -> int:
+    """Returns the parameters of all matrices, also of experts that a token does not use."""
+    return sum(layer.matrix_parameters + layer.idle_parameters for layer in layers)
+
+
+def _state_bytes(scans: Sequence[Scan]) -> int:
+    """Returns the bytes of all states that segments of a document send."""
+    return SEGMENTS * STATE_BYTES * sum(scan.state_size for scan in scans)
+
+
+def _sent(layers: Sequence[LayerSpec], tensor: int) -> int:
+    """Returns the values per token that these layers send."""
+    return sum(layer.sent_values(tensor) for layer in layers)
 
 
 def _check_kv_heads(spec: ModelSpec, tensor: int) -> None:

@@ -1,0 +1,59 @@
+"""Published errors: how far predictions of published runs were off, by kind of run.
+
+Each source of runs was predicted by constants that the others set. `python -m bench.published`
+writes the table; docs/evidence/others.md has the runs.
+"""
+
+from typing import Literal, NamedTuple
+
+from longctx.planning.cost.spec import ModelSpec
+
+
+class Errors(NamedTuple):
+    """Errors of `runs` runs, relative to what was predicted: `more` is how much more a run needed
+    in the median; `half` and `most` are what half, and nine of ten, were within."""
+
+    runs: int
+    more: float
+    half: float
+    most: float
+
+
+# Begin of the table.
+TIME: dict[str, Errors] = {
+    "of all weights": Errors(128, more=0.01, half=0.09, most=0.23),
+    "with experts": Errors(9, more=0.08, half=0.28, most=0.38),
+    "in float8": Errors(29, more=-0.02, half=0.13, most=0.31),
+    "with adapters": Errors(19, more=0.17, half=0.18, most=0.81),
+}
+MEMORY: dict[str, Errors] = {
+    "of all weights": Errors(38, more=0.06, half=0.15, most=0.44),
+    "with experts": Errors(5, more=0.05, half=0.05, most=0.25),
+    "in float8": Errors(9, more=0.13, half=0.13, most=0.29),
+    "with adapters": Errors(17, more=0.20, half=0.21, most=0.55),
+}
+# End of the table.
+
+
+def kind_of(spec: ModelSpec, *, float8: bool) -> str:
+    """Returns the kind of a run of a model, in words that follow "published runs"."""
+    if float8:
+        return "in float8"
+    if spec.adapted:
+        return "with adapters"
+    if any(layer.experts for layer in spec.layers):
+        return "with experts"
+    return "of all weights"
+
+
+def said(what: Literal["time", "memory"], kind: str) -> str:
+    """Says how far predictions of time or memory were off for published runs of this kind."""
+    errors = {"time": TIME, "memory": MEMORY}[what][kind]
+    direction = "more"
+    if errors.more < 0:
+        direction = "less"
+    return (
+        f"{what} of {errors.runs} published runs {kind}: {abs(errors.more):.0%} {direction} than "
+        f"predicted in the median, within {errors.half:.0%} in half, {errors.most:.0%} in nine of "
+        "ten"
+    )
