@@ -27,7 +27,7 @@ from longctx.planning.cost.work import RankWork
 from longctx.planning.cost.work_overrides import Floats
 from longctx.planning.hardware_profile import SHIPPED as PROFILES
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.training.run_profile import read_described
+from longctx.training.described import read_described
 
 ATTENTION = 3.5 * 2 * 32 * 32 * 128
 """Operations of attention, forward and backward, per token² of a causal document of the model that

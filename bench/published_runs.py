@@ -44,7 +44,8 @@ from longctx.planning.cost.traffic import Traffic
 from longctx.planning.cost.work import RankWork
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
-from longctx.training.run_profile import Described, read_described, states_of_run, work_of_run
+from longctx.training.described import Described, read_described
+from longctx.training.run_profile import states_of_run, work_of_run
 
 RUNS = Path(__file__).with_suffix(".csv")
 HIDDEN = RUNS.with_name("published_hidden.csv")

@@ -25,7 +25,8 @@ from bench.published_fit import (
 )
 from bench.published_runs import Case, Run, cases, peak_bytes, runs
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.training.run_profile import FLOAT8_TIME, read_described
+from longctx.training.described import read_described
+from longctx.training.run_profile import FLOAT8_TIME
 
 
 @pytest.fixture(scope="module")
