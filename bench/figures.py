@@ -301,22 +301,6 @@ def gaps_table() -> list[str]:
     return markdown(["ranks", "lengths", *(f"{count} per rank" for count in counts)], lines, 2)
 
 
-def planning_table() -> list[str]:
-    """Time to plan a step."""
-    lines = []
-    for ranks in (8, 64, 256, 1024):
-        rows = planned("speedups", ranks=ranks)
-        lines.append(
-            [
-                f"{ranks:,}",
-                *(f"{at([float(r['planning_ms']) for r in rows]):.0f} ms" for at in (min, max)),
-            ]
-        )
-    return markdown(
-        ["ranks", "least", "most, of 3 mixes with 1, 4 and 16 documents per rank"], lines, 1
-    )
-
-
 def emulated_table() -> list[str]:
     """Measured steps of the emulated ranks."""
     head = [
@@ -358,7 +342,6 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "ranges": ranges_table,
     "sources": sources,
     "gaps": gaps_table,
-    "planning": planning_table,
     "emulated": emulated_table,
     **OF_AGAINST,
     **OF_PAGES,

@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.recipes import MODELS, QWEN3, stand_in
+from bench.recipes import MODELS, stand_in
 from longctx.config import Config, load
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads
 from longctx.memory.model import _moments
-from longctx.model.published import LLAMA, LLAMA_70B
+from longctx.model.published import LLAMA, LLAMA_70B, QWEN3
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.fixed import ShardedStates, with_fixed_costs
 from longctx.planning.cost.model import score

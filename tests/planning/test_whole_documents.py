@@ -66,13 +66,19 @@ def test_a_document_takes_the_smallest_part_of_a_block_that_its_share_allows(
     assert finer is not None
     require_sums(blocks, finer, rings)
     even_ns = int((rings.degree * rings.time).sum()) // rings.load.size
-    by_degree = {each.block: each.single_ns for each in (blocks, *halves(blocks))}
+    by_degree = {each.block: each for each in (blocks, *halves(blocks))}
+
+    def fits(document: int, degree: int) -> bool:
+        part = by_degree[degree]
+        in_time = part.single_ns[document] <= share * even_ns
+        return bool(in_time and part.single_tokens[document] <= share * blocks.tokens_per_rank)
+
     for document in np.flatnonzero(~rings.placed).tolist():
         degree = int(finer.degree[document])
         if degree < blocks.block:
-            assert by_degree[degree][document] <= share * even_ns
+            assert fits(document, degree)
         if degree > 1:
-            assert by_degree[degree // 2][document] > share * even_ns
+            assert not fits(document, degree // 2)
 
 
 @settings(max_examples=examples(80), deadline=None)

@@ -269,10 +269,9 @@ def run_page(page: Path, folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_the_tour_of_the_readme(folder: Path) -> None:
     outputs = run_page(README, folder)
-    assert len(outputs) == 5
+    assert len(outputs) == 4
     assert "step 2/2 loss" in outputs[3], "trains"
-    assert "from step 2" in outputs[4] and "step 3/3 loss" in outputs[4], "resumes"
-    assert "64 ranks" in outputs[0] and "over the best static degree" in outputs[0], "compares"
+    assert "TRL's packing" in outputs[0] and "8 ranks" in outputs[0], "compares"
 
 
 @pytest.mark.slow
@@ -413,7 +412,7 @@ def test_the_pages_are_short() -> None:
     words = {
         name_of(page): len(generated.sub("", page.read_text("utf-8")).split()) for page in written
     }
-    assert sum(words.values()) <= 26_450, sorted(words.items(), key=lambda item: -item[1])[:5]
+    assert sum(words.values()) <= 26_650, sorted(words.items(), key=lambda item: -item[1])[:5]
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ class SearchSettings:
     whole_tries: int = 6
     whole_rounds: int = 48
     few: int = 128
-    few_gap: float = 0.005
+    few_gap: float = 0.01
 
 
 DEFAULT = SearchSettings()
