@@ -25,8 +25,8 @@ SIZE := PyTorch for GPUs: up to 4 GB to download, 8 GB on disk
 CPU_TORCH := :
 else
 SIZE := PyTorch for CPUs, as no GPU is here: about 400 MB to download, 1.5 GB on disk
-CPU_TORCH := $(PIP_INSTALL) --retries 1 --index-url $(CPU_WHEELS) torch || \
-	echo "$(CPU_WHEELS) cannot be reached: PyPI's PyTorch is installed, several GB"
+CPU_TORCH := $(PIP_INSTALL) --retries 1 --timeout 5 --index-url $(CPU_WHEELS) torch 2>/dev/null || \
+	echo "No CPU wheel from $(CPU_WHEELS): the PyTorch of pip's own index is installed, from PyPI several GB"
 endif
 
 .PHONY: help about-train train finetune test test-release check format docs clean
@@ -110,7 +110,6 @@ $(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing longctx and its development tools into $(VENV). $(SIZE)"
-	@$(CPU_TORCH)
+	@echo "Installing longctx and its development tools into $(VENV) (PyTorch is large: this can take minutes)"
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/installed
