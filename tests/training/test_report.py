@@ -42,9 +42,17 @@ def test_documents_that_are_dropped_or_cut_are_counted(
 @pytest.mark.parametrize(("longest", "told"), [(300, False), (301, True)])
 def test_documents_beyond_the_models_length_are_told(longest: int, told: bool) -> None:
     config = SimpleNamespace(max_position_embeddings=300)
-    files = SimpleNamespace(
-        added=0, rope=(), config=SimpleNamespace(get_text_config=lambda: config)
-    )
+    text_config = SimpleNamespace(get_text_config=lambda: config)
+    files = SimpleNamespace(added=0, rope=(), config=text_config, remark="")
     source: Any = SimpleNamespace(description="", unused=[], files=files)
     lines = lines_on(source, "mine", longest)
     assert bool(lines) == told and all("is made for 300" in line for line in lines)
+
+
+def test_where_a_config_comes_from_is_told() -> None:
+    """If not from the checkpoint, as when only its sizes are known."""
+    text_config = SimpleNamespace(get_text_config=lambda: None)
+    said = "its sizes are those that were published"
+    files = SimpleNamespace(added=0, rope=(), config=text_config, remark=said)
+    source: Any = SimpleNamespace(description="", unused=[], files=files)
+    assert lines_on(source, "mine", 0) == [f"mine: {said}"]
