@@ -7,7 +7,7 @@ the first step on (`longctx.trainers.step`).
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -112,12 +112,10 @@ def dynamic_context_parallel(
     }
     check_same(ranks, **given)
     with agreeing_on_errors(ranks):
-        check_arguments(TrainerError, RULES, given)
+        check_options(ranks, given)
         traits = Traits(trainer, own_loss_is_a_token_sum)
         model_family = family_of_model(traits)
         refuse(traits, REPLACED, family_problems=model_family.problems(traits))
-        known_tokens = 1 if tokens_per_rank is None else tokens_per_rank
-        check_settings(ranks, known_tokens, mode, degree, bins=None, max_remote_tokens=None)
         workload = Workload.of(traits, profile)
     undo = contextlib.ExitStack()
     with _closed_on_error(undo):
@@ -153,6 +151,21 @@ def dynamic_context_parallel(
             *notes,
             sep="\n",
         )
+
+
+def check_options(ranks: int, given: Mapping[str, Any]) -> None:
+    """Raises TrainerError or PlanError for options that are wrong for any trainer on so many
+    ranks."""
+    check_arguments(TrainerError, RULES, given)
+    tokens_per_rank = given.get("tokens_per_rank")
+    check_settings(
+        ranks,
+        1 if tokens_per_rank is None else tokens_per_rank,
+        mode=given.get("mode", "auto"),
+        degree=given.get("degree"),
+        bins=None,
+        max_remote_tokens=None,
+    )
 
 
 @contextlib.contextmanager

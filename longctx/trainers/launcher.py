@@ -18,17 +18,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from longctx.arguments import said
 from longctx.errors import UserError
-from longctx.parallel.environment import TRAINER_OPTIONS, trainer_options
+from longctx.parallel.environment import TRAINER_OPTIONS, Launch, trainer_options
 from longctx.safe_yaml import YamlError, parse, read_text
-from longctx.trainers.dynamic import dynamic_context_parallel
+from longctx.trainers.dynamic import check_options, dynamic_context_parallel
 
 OPTIONS = tuple(inspect.signature(dynamic_context_parallel).parameters)[1:]
 """Arguments of `dynamic_context_parallel` beside the trainer."""
+NOT_TRAINED = (
+    "longctx: {} has trained no Trainer in this process. A command that starts processes of its "
+    "own (accelerate launch, torchrun) trains there: give the script or module that those run, and "
+    "let torchrun start this launcher"
+)
 
 
 class LauncherError(UserError):
@@ -92,8 +98,12 @@ def read_options(file: Path | None, text: str | None) -> dict[str, Any]:
     source = TRAINER_OPTIONS if file is None else str(file)
     try:
         values = parse(read_text(file) if file is not None else str(text))
-    except (YamlError, OSError) as error:
-        raise LauncherError(f"{source} cannot be read as YAML: {error}") from error
+    except OSError as error:
+        raise LauncherError(f"{source} cannot be read: {error.strerror}") from error
+    except YamlError as error:
+        raise LauncherError(f"{source} is not valid YAML: {error}") from error
+    if values is None:
+        return {}
     if not isinstance(values, dict):
         raise LauncherError(
             f"{source} is {said(values)}: must be a mapping, such as `tokens_per_rank: 16384`"
@@ -112,6 +122,7 @@ def run(program: str, arguments: Sequence[str], *, is_module: bool) -> None:
     sys.argv = [program, *arguments]
     if is_module:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
+        _require_module(program)
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
     path = Path(program)
@@ -123,6 +134,19 @@ def run(program: str, arguments: Sequence[str], *, is_module: bool) -> None:
     status = command()
     if status:
         sys.exit(status)
+
+
+def _require_module(name: str) -> None:
+    """Raises LauncherError if there is no module of this name."""
+    try:
+        found = find_spec(name)
+    except ModuleNotFoundError:  # of a package before a dot
+        found = None
+    if found is None:
+        raise LauncherError(
+            f"no module {name!r} can be imported here: install its package, or without -m give a "
+            "script or a command"
+        )
 
 
 def _command(name: str) -> EntryPoint:
@@ -165,23 +189,15 @@ def main(given: Sequence[str]) -> None:
     parsed = parser().parse_args(given)
     try:
         options = read_options(parsed.options, trainer_options())
+        launch = Launch.read()
+        check_options(launch.world_size, options)
         launched = Launched(options)
         try:
             run(parsed.program, parsed.arguments, is_module=parsed.module)
         finally:
             launched.undo()
-        _warn_unless_trained(launched, parsed.program)
+        if launch.rank == 0 and not launched.trained:
+            print(NOT_TRAINED.format(parsed.program), file=sys.stderr)
     except UserError as error:
         print(f"longctx: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _warn_unless_trained(launched: Launched, program: str) -> None:
-    """Prints a warning if no trainer has begun to train in this process."""
-    if not launched.trained:
-        print(
-            f"longctx: {program} has trained no Trainer in this process. A command that starts "
-            "processes of its own (accelerate launch, torchrun) trains there: give the script or "
-            "module that those run, and let torchrun start this launcher",
-            file=sys.stderr,
-        )

@@ -238,6 +238,14 @@ def test_no_assignment_beats_the_tight_bound(
     assert bound <= with_rounds.makespan_ns + 10
 
 
+def test_the_tight_bound_counts_exchange_that_no_rounds_hide() -> None:
+    """As the loose one does, which is larger here: the documents lie over several nodes."""
+    lengths = np.array([1_000_000] * 4)
+    loose = step_bound_ns(H100, lengths, 256, 16384)
+    assert unhidden_exchange_ns(H100, lengths, 256, 16384) > 0
+    assert tight_step_bound_ns(H100, lengths, 256, 16384) >= loose
+
+
 def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None:
     """On a slow network the longest document stays in a node, and the budget of other ranks is too
     small to keep them busy."""

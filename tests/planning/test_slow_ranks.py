@@ -206,6 +206,15 @@ def test_slow_ranks_that_make_no_sense(table: Any, rule: str) -> None:
     assert rule in str(raised.value)
 
 
+def test_a_slow_rank_can_make_a_step_too_long() -> None:
+    """Sums of nanoseconds would not be exact, though those of usual ranks are."""
+    profile = replace(H100, linear_s_per_token=1e5)
+    make_plan([30], ranks=8, tokens_per_rank=100, profile=profile)
+    with pytest.raises(PlanError, match="days by the hardware profile"):
+        slow = with_slow(profile, {1: 1.001, 2: 100.0})
+        make_plan([30], ranks=8, tokens_per_rank=100, profile=slow)
+
+
 def test_a_slow_rank_that_the_domain_does_not_have() -> None:
     with pytest.raises(PlanError, match="names rank 8, but the domain has ranks 0 to 7"):
         make_plan([100], ranks=8, tokens_per_rank=100, profile=with_slow(H100, {8: 1.1}))

@@ -95,7 +95,6 @@ def test_the_shortest_documents_fill_micro_batches_of_their_own(
     others = np.flatnonzero(together.placed & ~rings.placed)
     assert (together.degree[short] == 1).all()
     assert blocks.lengths[short].max() <= blocks.lengths[others].min(initial=1 << 60)
-    assert blocks.lengths[short].max() <= blocks.tokens_per_rank
     has_room = together.free.max(axis=1) > 0
     left_over = together.free[has_room, blocks.slots * blocks.block :]
     assert (left_over == blocks.tokens_per_rank).all()

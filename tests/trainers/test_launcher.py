@@ -57,6 +57,7 @@ def test_options_of_a_file_or_of_the_environment(tmp_path: Path) -> None:
     variable = "{tokens_per_rank: 4096, mode: static}"
     assert read_options(None, variable) == expected
     assert read_options(None, None) == {}
+    assert read_options(None, "") == {}
     with pytest.raises(LauncherError, match="are both given: leave one out"):
         read_options(file, variable)
 
@@ -70,7 +71,7 @@ def test_options_of_a_file_or_of_the_environment(tmp_path: Path) -> None:
         ),
         ("1: 2", "has 1, which is no option: use tokens_per_rank, profile, mode"),
         ("4096", "must be a mapping, such as `tokens_per_rank: 16384`"),
-        ("[", "LONGCTX_OPTIONS cannot be read as YAML"),
+        ("[", "LONGCTX_OPTIONS is not valid YAML"),
     ],
 )
 def test_options_that_make_no_sense(text: str, said: str) -> None:
@@ -80,7 +81,7 @@ def test_options_that_make_no_sense(text: str, said: str) -> None:
 
 
 def test_a_file_of_options_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(LauncherError, match="cannot be read as YAML"):
+    with pytest.raises(LauncherError, match=r"none.yaml cannot be read: No such file"):
         read_options(tmp_path / "none.yaml", None)
 
 
@@ -133,15 +134,52 @@ def test_a_command_of_a_package_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exited.value.code == 3 and called == [["some-tool", "train"]]
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["no-such-tool", "train"], "'no-such-tool' is neither a file nor a command"),
+        (["-m", "no_such.module"], "no module 'no_such.module' can be imported here"),
+        (["-m", "no_such_module"], "no module 'no_such_module' can be imported here"),
+    ],
+)
 @pytest.mark.usefixtures("own_arguments")
-def test_what_is_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_program(
+    given: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = Trainer.train
     with pytest.raises(SystemExit) as exited:
-        main(["no-such-tool", "train"])
+        main(given)
     assert exited.value.code == 2
-    said = capsys.readouterr().err
-    assert "'no-such-tool' is neither a file nor a command" in said
+    assert words in capsys.readouterr().err
     assert Trainer.train is own
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("tokens_per_rank: lots", "tokens_per_rank is 'lots': must be a whole number"),
+        ("mode: fast", "mode is 'fast': must be one of"),
+        ("{mode: static, degree: 2}", "degree is 2: must be a whole number in 1..1"),
+        ("merge_prefixes: 1", "merge_prefixes is 1"),
+    ],
+)
+@pytest.mark.usefixtures("own_arguments")
+def test_wrong_options_are_said_before_the_program_runs(
+    options: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('started')\n")
+    monkeypatch.setenv("LONGCTX_OPTIONS", options)
+    with pytest.raises(SystemExit) as exited:
+        main([str(script)])
+    said = capsys.readouterr()
+    assert exited.value.code == 2
+    assert words in said.err
+    assert said.out == ""
 
 
 @pytest.mark.usefixtures("own_arguments")

@@ -53,7 +53,6 @@ def _shortest(ranks: PlanningInput, rings: PlacedRings, own: Integers, *, block:
     fits = np.cumsum(ranks.single_ns[rest]) <= room_ns
     fits &= np.cumsum(ranks.single_tokens[rest]) <= room_tokens
     fits &= ranks.single_ns[rest] <= LONGEST_SHARE * rings.target[own].min()
-    fits &= ranks.single_tokens[rest] <= ranks.tokens_per_rank
     return rest[fits]
 
 
