@@ -210,8 +210,8 @@ def test_a_slow_rank_can_make_a_step_too_long() -> None:
     """Sums of nanoseconds would not be exact, though those of usual ranks are."""
     profile = replace(H100, linear_s_per_token=1e5)
     make_plan([30], ranks=8, tokens_per_rank=100, profile=profile)
+    slow = with_slow(profile, {1: 1.001, 2: 100.0})
     with pytest.raises(PlanError, match="days by the hardware profile"):
-        slow = with_slow(profile, {1: 1.001, 2: 100.0})
         make_plan([30], ranks=8, tokens_per_rank=100, profile=slow)
 
 
