@@ -305,17 +305,24 @@ def _percent(row: Row | None, name: str, digits: int) -> str:
 
 
 def robust_table() -> list[str]:
-    """What plans lose whose profile is wrong, by which times are wrong."""
+    """What plans lose whose profile is wrong, by which times are wrong, and what they lose if the
+    profile says so."""
     by_wrong: dict[str, list[Row]] = {}
     for row in rows_of("plan-robust"):
         wrong = [name for name in ("attention", "matrices", "messages") if float(row[name]) != 1.0]
-        by_wrong.setdefault("all three" if len(wrong) == 3 else wrong[0], []).append(row)
+        words = {0: "nothing", 1: "".join(wrong), 3: "all three"}
+        by_wrong.setdefault(words[len(wrong)], []).append(row)
     lines = []
-    for wrong, rows in by_wrong.items():
-        mean = statistics.median(float(row["mean_loss"]) for row in rows)
-        largest = max(float(row["largest_loss"]) for row in rows)
-        lines.append([wrong, f"{100 * mean:.1f} %", f"{100 * largest:.1f} %"])
-    return markdown(["wrong by 30 %", "median loss", "largest loss"], lines, numbers_from=1)
+    for words, rows in by_wrong.items():
+        line = [words]
+        for hedged in (False, True):
+            its = [row for row in rows if (float(row["rate_error"]) > 0) == hedged]
+            mean = statistics.median(float(row["mean_loss"]) for row in its)
+            largest = max(float(row["largest_loss"]) for row in its)
+            line += [f"{100 * mean:.1f} %", f"{100 * largest:.1f} %"]
+        lines.append(line)
+    head = ["wrong by 30 %", "median loss", "largest", "with `rate_error`: median", "largest"]
+    return markdown(head, lines, numbers_from=1)
 
 
 OF_PAGES: dict[str, Callable[[], list[str]]] = {

@@ -35,6 +35,7 @@ TABLES = {
 """Constants that are tables, and what their rows are."""
 ALLOWED: dict[str, Callable[[float], bool]] = {
     "in [0, 1]": lambda value: 0 <= value <= 1,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
     "a number ≥ 0": lambda value: value >= 0,
     "a positive number": lambda value: value > 0,
 }
@@ -47,6 +48,8 @@ def _rule(name: str) -> str:
     """Returns what a constant may be."""
     if name in SHARES:
         return "in [0, 1]"
+    if name == "rate_error":
+        return "at least 0 and below 1"
     return "a number ≥ 0" if name in MAY_BE_ZERO else "a positive number"
 
 
@@ -100,6 +103,9 @@ class HardwareProfile:
         memory_bytes_per_s: rate at which a rank's device reads and writes memory. The share of
             `linear_s_per_token` that it takes depends on the shape of matrices (see
             `longctx.planning.cost.traffic`). By default nothing waits for memory.
+        rate_error: share, in [0, 1), by which attention may take more time than its constant says
+            while the rest takes less, or the other way round. Of several plans that of mode auto
+            then loses least at worst. 0 by default: the constants are taken as they are.
     """
 
     linear_s_per_token: float
@@ -122,6 +128,7 @@ class HardwareProfile:
     split_document_s: float = 0.0
     slow_ranks: SlowRanks = ()
     memory_bytes_per_s: float = NO_LIMIT
+    rate_error: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []

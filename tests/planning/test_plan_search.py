@@ -21,7 +21,7 @@ from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.packing import FULL, place_side_by_side
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.planning_input import PlanningInput
-from longctx.planning.planners.search import _is_possible, refine, search, search_in_blocks
+from longctx.planning.planners.search import is_possible, refine, search, search_in_blocks
 from longctx.planning.planners.settings import DEFAULT, HUGE, LARGE, PIPELINED, settings_for
 from longctx.planning.planners.shortest_path import LimitGraph
 from rivals import RIVALS
@@ -234,7 +234,7 @@ def test_steps_without_rings_begin_with_ranks() -> None:
 )
 def test_blocks_leave_few_ranks_over(ranks: int, block: int, possible: bool) -> None:
     step = PlanningInput(H100, np.array([100]), ranks, 16384)
-    assert _is_possible(step, block) is possible
+    assert is_possible(step, block) is possible
 
 
 def test_large_steps_have_settings_of_their_own() -> None:

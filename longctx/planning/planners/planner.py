@@ -2,7 +2,8 @@
 cost model.
 
 `static` gives every document the same degree, `bins` takes degrees from a table, and `auto`
-searches over degrees and also scores the other two modes, so it is never worse than either.
+searches over degrees and also scores the other two modes, so it is never worse than either, unless
+the profile says that its rates may be wrong (`hedge.py`).
 Planning is a pure function: no randomness, and no clock except for `planning_ms`.
 """
 
@@ -46,6 +47,7 @@ from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
 from longctx.planning.planners.few_documents import with_other_degrees
+from longctx.planning.planners.hedge import hedged
 from longctx.planning.planners.planning_input import Candidate, PlanningInput, fastest
 from longctx.planning.planners.search import refine, search
 from longctx.planning.planners.static import best_static, plan_static
@@ -191,7 +193,8 @@ def _plan(mode: str, given: PlanningInput, best: Candidate, began: float) -> Pla
 
 
 def _plan_auto(given: PlanningInput) -> Candidate:
-    return or_by_other_modes(given, _with_fewer_splits(given, search(given)))
+    best = or_by_other_modes(given, _with_fewer_splits(given, search(given)))
+    return hedged(given, best)
 
 
 def _with_fewer_splits(given: PlanningInput, best: Candidate) -> Candidate:
@@ -248,6 +251,8 @@ def _best_in_pipeline(mode: str, given: PlanningInput) -> Candidate:
     best = _with_fewer_splits(given, fastest(*refined))
     for smaller in _budgets(given):
         best = or_by_other_modes(smaller, best)
+    for smaller in _budgets(given):
+        best = hedged(smaller, best)
     return best
 
 

@@ -99,7 +99,7 @@ def _directions(
 ) -> Iterator[tuple[Sequence[int], float]]:
     """Yields sizes of blocks that are tried in turn, each time with the gap from the best plan at
     which no further ones are."""
-    possible = [block for block in settings.blocks if _is_possible(given, block)]
+    possible = [block for block in settings.blocks if is_possible(given, block)]
     finer = [block for block in possible if block <= settings.first_block]
     coarser = [block for block in possible if block > settings.first_block]
     if needs_no_ring(given):
@@ -109,7 +109,7 @@ def _directions(
     yield coarser[::-1], 0.0
 
 
-def _is_possible(given: PlanningInput, block: int) -> bool:
+def is_possible(given: PlanningInput, block: int) -> bool:
     """Returns whether blocks of this size leave few ranks over, and hold every document."""
     if block == 1:
         return True

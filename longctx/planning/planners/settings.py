@@ -58,6 +58,10 @@ class SearchSettings:
         whole_rounds: maximum number of rounds in which each is balanced.
         few: documents · ranks up to which all degrees are tried.
         few_gap: share of time that such a plan, if it splits fewer documents, may take more.
+
+    Plans for wrong rates (`hedge.py`):
+        hedge_shares: limits as in `shares`, one plan for each: below 32 rings leave room for short
+            documents on their ranks.
     """
 
     blocks: Sequence[int] = (32, 16, 8, 4, 2, 1)
@@ -90,6 +94,8 @@ class SearchSettings:
     few: int = 128
     few_gap: float = 0.01
 
+    hedge_shares: Sequence[int] = (28, 20, 14, 10)
+
 
 DEFAULT = SearchSettings()
 LARGE_EFFORT = 1 << 19
@@ -102,6 +108,7 @@ LARGE = replace(
     filled=1,
     same_gap=0.003,
     whole_tries=4,
+    hedge_shares=(20, 14),
 )
 """For large steps, which take seconds to plan."""
 HUGE_EFFORT = 1 << 23
