@@ -158,6 +158,7 @@ def measure_profile(
     lengths = sorted({min(length, tokens) for length in LENGTHS})
     said_lengths = ", ".join(map(str, lengths))
     add(f"documents of {said_lengths} tokens", **_attention_constants(run, lengths))
+    add("rates that are measured", rate_error=0.0)
     if mesh.ranks > 1:
         tell("exchange")
         measured = _exchange_constants(run, per_node, described.work.kv_bytes)

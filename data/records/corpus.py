@@ -35,8 +35,10 @@ from longctx.data.records.readers import (
     ending_of,
     read_dataset,
     read_hub,
+    read_span,
     read_text,
 )
+from longctx.data.records.slices import Slice, joined, slices_of
 from longctx.data.records.splits import PLAIN
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -70,6 +72,19 @@ class SourceCounts:
     noted: dict[str, int] = field(default_factory=dict)
     untrained_documents: int = 0
     unused: dict[str, int] = field(default_factory=dict)
+
+    def plus(self, later: "SourceCounts") -> "SourceCounts":
+        """Returns the counts of this pass and a later one."""
+        names = [*self.skipped_names, *later.skipped_names]
+        return SourceCounts(
+            skipped_files=self.skipped_files + later.skipped_files,
+            skipped_names=names[:SKIPPED_NAMES],
+            empty_documents=self.empty_documents + later.empty_documents,
+            formats=_summed(self.formats, later.formats),
+            noted=_summed(self.noted, later.noted),
+            untrained_documents=self.untrained_documents + later.untrained_documents,
+            unused=_summed(self.unused, later.unused),
+        )
 
     def skip(self, name: str) -> None:
         """Counts a file that is not text."""
@@ -123,9 +138,19 @@ class Corpus:
         """Size of the files; 0 of a data set on the hub."""
         return sum(file.stat().st_size for file in self.files)
 
-    def fingerprint(self) -> str:
+    @cached_property
+    def slices(self) -> list[Slice]:
+        """Parts that can be read alone, in order: one where reading stops at a limit, and of data
+        sets."""
+        if self.kind == "files" and not self.limits:
+            return slices_of(self.files, cut=not self.as_text)
+        return [Slice(self.files)]
+
+    def fingerprint(self, digests: Mapping[str, str] | None = None) -> str:
         """Returns the SHA-256 (hex) of the names and contents of all files, the same on every
-        machine."""
+        machine. `digests`: those of the files, by name, if they are known (see
+        `slices.joined`)."""
+        digests = self.digests if digests is None else digests
         digest = hashlib.sha256(
             f"{self.kind}\n{self.text_column}\n{self.separator!r} {self.ends}\n".encode()
         )
@@ -133,8 +158,9 @@ class Corpus:
             digest.update(
                 f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode()
             )
-        for file, content in self._digests.items():
-            kind = "text" if self._reader(file) is None else "records"
+        for file in self.files:
+            content = digests[self._path(file)]
+            kind = "text" if self._is_text(file) else "records"
             digest.update(
                 os.fsencode(file.relative_to(self.root).as_posix())
                 + f"\n{content}\n{kind}\n".encode()
@@ -142,22 +168,38 @@ class Corpus:
         return digest.hexdigest()
 
     @cached_property
-    def _digests(self) -> dict[Path, str]:
-        """SHA-256 (hex) of every file."""
-        digests = {}
-        for file in self.files:
-            with file.open("rb") as stream:
-                digests[file] = hashlib.file_digest(stream, "sha256").hexdigest()
-        return digests
+    def digests(self) -> dict[str, str]:
+        """Digest of every file, by path from the root; see `slices.joined`. Reads all of them."""
+        return joined([self.digests_of(part) for part in self.slices])
 
-    def _same_texts(self) -> dict[str, int]:
+    def digests_of(self, part: Slice) -> dict[str, str]:
+        """Returns the SHA-256 (hex) of every file of a slice, or of its span, by path."""
+        return {self._path(file): part.digest(file) for file in part.files}
+
+    def listing(self, *, with_times: bool) -> str:
+        """Returns the SHA-256 (hex) of how the source is read, and of names and sizes of all files,
+        with the times of their last change if wanted. Reads none of them."""
+        files = []
+        for file in self.files:
+            state = file.stat()
+            time_ns = state.st_mtime_ns if with_times else 0
+            files.append((self._path(file), state.st_size, time_ns, self._is_text(file)))
+        hub = self.hub and replace(self.hub, revision=None)
+        how = (self.kind, self.text_column, self.separator, self.ends, self.limits, hub)
+        return hashlib.sha256(repr((how, files)).encode()).hexdigest()
+
+    def same_texts(self, digests: Mapping[str, str] | None = None) -> dict[str, int]:
         """Returns what to know of files with the text of another file, with their number. They are
-        read."""
+        read. `digests`: those of all files; None: files of equal size are read."""
         if self.kind != "files":
             return {}
+        texts = [file for file in self.files if self._is_text(file) and file.stat().st_size]
+        if digests is None:
+            sizes = Counter(file.stat().st_size for file in texts)
+            texts = [file for file in texts if sizes[file.stat().st_size] > 1]
+            digests = self.digests_of(Slice(tuple(texts)))
         first: dict[str, Path] = {}
-        texts = [file for file in self.files if self._reader(file) is None and file.stat().st_size]
-        same = [file for file in texts if first.setdefault(self._digests[file], file) != file]
+        same = [file for file in texts if first.setdefault(digests[self._path(file)], file) != file]
         if same:
             return {
                 named("texts that are the same as another file, all read", same, self.root): len(
@@ -173,9 +215,15 @@ class Corpus:
         Raises CorpusError naming file and line or row of the first malformed record.
         """
         counts = counts if counts is not None else SourceCounts()
-        counts.noted.update(self.noted | self._same_texts())
+        counts.noted.update(self.noted | self.same_texts())
+        for part in self.slices:
+            yield from self.documents_of(part, counts)
+
+    def documents_of(self, part: Slice, counts: SourceCounts) -> Iterator[Document]:
+        """Yields the documents of a slice, as `documents` does, and adds what is in it to
+        `counts`."""
         taken = size = 0
-        for document in self._read(counts):
+        for document in self._read(part, counts):
             _count(counts.unused, *document.unused)
             for what, number in document.nulls.items():
                 counts.noted[what] = counts.noted.get(what, 0) + number
@@ -192,12 +240,18 @@ class Corpus:
             ):
                 return
 
-    def _read(self, counts: SourceCounts) -> Iterator[Document]:
+    def _read(self, part: Slice, counts: SourceCounts) -> Iterator[Document]:
         if self.kind == "dataset" or self.hub is not None:
             for record in self._rows():
                 yield self._document(record, counts)
             return
-        for file in self.files:
+        if part.is_span:
+            (file,) = part.files
+            span = read_span(file, self._name(file), start=part.start, stop=part.stop)
+            for record in span:
+                yield self._document(record, counts, file)
+            return
+        for file in part.files:
             if (reader := self._reader(file)) is not None:
                 for record in reader(file, self._name(file), self.text_column):
                     yield self._document(record, counts, file)
@@ -283,6 +337,13 @@ class Corpus:
             return None
         return READERS.get(ending_of(file))
 
+    def _is_text(self, file: Path) -> bool:
+        return self._reader(file) is None
+
+    def _path(self, file: Path) -> str:
+        """Returns the path of a file from the root, the same on every machine."""
+        return file.relative_to(self.root).as_posix()
+
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
         return os.fsencode(file.relative_to(self.root).as_posix()).decode(
@@ -296,6 +357,14 @@ def _values(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     with suppress(CorpusError):
         for record in records:
             yield record.values
+
+
+def _summed(counts: Mapping[str, int], later: Mapping[str, int]) -> dict[str, int]:
+    """Returns the sums by name, in the order in which names are first counted."""
+    result = dict(counts)
+    for name, count in later.items():
+        result[name] = result.get(name, 0) + count
+    return result
 
 
 def _count(counts: dict[str, int], *names: str) -> None:

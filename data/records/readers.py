@@ -8,7 +8,7 @@ import csv
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from longctx.data.records.formats import columns_of
 from longctx.data.records.megatron import read_megatron
 from longctx.data.records.messages import FormatError, parse_json
 from longctx.data.records.nulls import rows
+from longctx.data.records.slices import lines_in
 from longctx.errors import UserError, brief
 
 MEGATRON = (".idx", ".bin")
@@ -95,7 +96,22 @@ def lines(file: Path) -> Iterator[bytes]:
 
 
 def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
-    for number, line in enumerate(lines(file), start=1):
+    yield from _records_of(lines(file), name, str(file))
+
+
+def read_span(file: Path, name: str, *, start: int, stop: int) -> Iterator[Record]:
+    """Reads the lines of a file of JSON Lines that begin at bytes start … stop - 1.
+
+    The lines of a later span are counted from its start, as nobody knows how many are before it.
+    """
+    at = f"@{start}" if start else ""
+    with file.open("rb") as stream:
+        yield from _records_of(lines_in(stream, start, stop), f"{name}{at}", f"{file}{at}")
+
+
+def _records_of(its_lines: Iterable[bytes], name: str, file: str) -> Iterator[Record]:
+    """Yields the records of lines of JSON."""
+    for number, line in enumerate(its_lines, start=1):
         # Of several files in a row, each may begin with a byte-order mark.
         text = _decoded(line, f"{file}:{number}")
         if not text.strip():

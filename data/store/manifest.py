@@ -108,6 +108,8 @@ class Manifest(SourceCounts, Counts):
     Attributes:
         request: SHA-256 of the source's content and of all settings; the same request need not be
             prepared again.
+        listing: SHA-256 of the names and sizes of the source's files and of all settings, by which
+            shares know a store.
         fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes only on a store
             with the same one.
         tokenizer_fingerprint, vocab_size, end_of_document_token: properties of the tokenizer.
@@ -138,6 +140,7 @@ class Manifest(SourceCounts, Counts):
     lightest: float = 1.0
     heaviest: float = 1.0
     limits: dict[str, int] = field(default_factory=dict)
+    listing: str = ""
 
     @property
     def conversations(self) -> bool:

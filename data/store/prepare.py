@@ -1,13 +1,16 @@
 """Prepare: corpus → tokenizer → store, all or nothing.
 
 The store is built in `OUT.partial` and renamed to OUT once complete, so an interrupted preparation
-leaves nothing that looks like a store. Resuming is cheap: a trained tokenizer and every finished
-part (32 Mi tokens, listed in `journal.jsonl`) are kept, and a second call with the same request
-skips the documents of those parts instead of tokenizing them again. A request is the content of the
-source and all settings; if the store at OUT already matches it, nothing is done.
+leaves nothing that looks like a store. Resuming is cheap: a trained tokenizer, every finished slice
+of a large source and every finished part of a slice (32 Mi tokens, listed in its journal) are kept,
+and a second call with the same request tokenizes none of their documents again. A request is the
+content of the source and all settings; if the store at OUT already matches it, nothing is done.
+
+Slices are made by processes of this machine, and by shares on other ones (`shares.py`).
 """
 
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -21,13 +24,28 @@ from longctx.data.records.corpus import STANDARD_LIBRARY, Corpus, SourceCounts
 from longctx.data.records.formats import TOKEN_IDS, WITHOUT_TEMPLATE
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.readers import CorpusError
+from longctx.data.records.slices import joined
 from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
-from longctx.data.store.encode import Encoder
-from longctx.data.store.folder import NOTES, partial_folder, present, put_in_place
-from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Counts, Manifest, StoreError
+from longctx.data.store.folder import is_note, partial_folder, present, put_in_place, shared_folder
+from longctx.data.store.manifest import (
+    TOKENIZER,
+    TOKENIZER_FILES,
+    Counts,
+    Manifest,
+    StoreError,
+    is_store,
+)
 from longctx.data.store.request import StoreRequest
-from longctx.data.store.writer import Progress, write_dataset_files, write_parts
+from longctx.data.store.shares import (
+    ALL,
+    FinishedSlice,
+    Share,
+    finished_slices,
+    lock,
+    make_in_processes,
+)
+from longctx.data.store.writer import Progress, write_dataset_files
 from longctx.paths import local_path
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
@@ -71,7 +89,7 @@ def prepare(
             OWNER/NAME of the hub, or `python-stdlib`; or an open Corpus, which may also name the
             column of the text and the split, and have limits.
         out: folder of the store.
-        workers: number of tokenizer threads; None: one per core.
+        workers: number of tokenizer threads, those of all processes; None: one per core.
         overwrite: replace a store at `out` that matches another request, but only the files that
             its manifest lists: all others stay. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
@@ -83,8 +101,81 @@ def prepare(
         ChatError: the template refuses a conversation, or a conversation has no token to train on.
         StoreError: `out` must not be replaced, or another process is preparing it.
     """
-    corpus = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus))
     out = local_path(out)
+    request = _request(corpus, out, choices)
+
+    def matches(manifest: Manifest) -> bool:
+        progress("reading the source", 0)
+        digest = request.digest(request.corpus.fingerprint())
+        progress("reading the source", 1)
+        return manifest.request == digest
+
+    if (manifest := present(out, matches, overwrite)) is not None:
+        return Prepared(manifest, made=False)
+    with partial_folder(out, _identity(request)) as folder:
+        _tokenizer(folder, request, progress)
+        slices = request.corpus.slices
+        make_in_processes(folder, request, slices, ALL, workers=workers, progress=progress)
+        finished = finished_slices(folder, len(slices))
+        assert finished is not None  # all are made here
+        return _joined(folder, out, request, finished)
+
+
+@checked(
+    StoreError,
+    corpus=kind("a path, a name, or a Corpus of open_corpus", Corpus, str, Path),
+    out=a_path,
+    share=kind("a Share, such as Share.parse('3/64')", Share),
+    workers=or_none(whole(least=1)),
+    overwrite=flag,
+    progress=callable_,
+)
+def prepare_share(
+    corpus: Corpus | str | Path,
+    out: Path | str,
+    share: Share,
+    *,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda stage, share: None,
+    **choices: Any,
+) -> Prepared | None:
+    """Makes a share of the store of `corpus` at `out`, beside other shares on any machines that see
+    source and `out` under the same names. The last one to finish puts the store in place; returns
+    None in the others.
+
+    The store is the same, bit for bit, as that of `prepare`. A share also makes what others have
+    not begun, or have left when they died; any share may be run again. Arguments and errors are
+    those of `prepare`, and a store of the same settings at `out`, whose source has files of the
+    same names and sizes, is taken as it is.
+    """
+    out = local_path(out)
+    request = _request(corpus, out, choices)
+
+    def matches(manifest: Manifest) -> bool:
+        return manifest.listing == _listing(request)
+
+    if (manifest := present(out, matches, overwrite)) is not None:
+        return Prepared(manifest, made=False)
+    with shared_folder(out, _identity(request)) as folder:
+        if is_store(out) and (manifest := present(out, matches, overwrite)) is not None:
+            shutil.rmtree(folder)  # others have put the store in place meanwhile
+            return Prepared(manifest, made=False)
+        with lock(folder / f"{TOKENIZER}.lock", wait=True):
+            _tokenizer(folder, request, progress)
+        slices = request.corpus.slices
+        make_in_processes(folder, request, slices, share, workers=workers, progress=progress)
+        with lock(folder / "join.lock") as is_held:
+            finished = finished_slices(folder, len(slices)) if is_held else None
+            if finished is None:
+                return None
+            return _joined(folder, out, request, finished)
+
+
+def _request(corpus: Corpus | str | Path, out: Path, choices: Mapping[str, Any]) -> StoreRequest:
+    """Returns what is asked for. Raises StoreError for an unknown choice, and for a store inside
+    its source."""
+    corpus = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus))
     if (
         corpus.kind != STANDARD_LIBRARY
         and Path(corpus.source).is_dir()
@@ -94,74 +185,78 @@ def prepare(
             f"out {out} is inside the source {corpus.root}, so the source would contain it: choose "
             "another --out"
         )
-    progress("reading the source", 0)
     known = [each.name for each in fields(StoreRequest) if each.name != "source"]
     if unknown := sorted(choices.keys() - set(known)):
         raise StoreError(f"prepare has no argument {unknown[0]}: it takes {', '.join(known)}")
-    request = StoreRequest(corpus, **choices)
-    digest = request.digest
-    progress("reading the source", 1)
-    if (manifest := present(out, digest, overwrite)) is not None:
-        return Prepared(manifest, made=False)
-    with partial_folder(out, digest) as folder:
-        manifest = _write(request, folder, workers, progress)
-        manifest.save(folder)
-        stays = put_in_place(folder, out)
-        for name in NOTES:
-            (out / name).unlink()
+    return StoreRequest(corpus, **choices)
+
+
+def _identity(request: StoreRequest) -> str:
+    """Returns what an interrupted preparation must have been of, so that this one goes on with
+    it."""
+    return request.digest(request.corpus.listing(with_times=True))
+
+
+def _listing(request: StoreRequest) -> str:
+    return request.digest(request.corpus.listing(with_times=False))
+
+
+def _joined(
+    folder: Path, out: Path, request: StoreRequest, slices: Sequence[FinishedSlice]
+) -> Prepared:
+    """Puts the store in place whose slices are all finished."""
+    manifest = _described(request, folder, slices)
+    manifest.save(folder)
+    stays = put_in_place(folder, out)
+    for file in out.iterdir():
+        if is_note(file.name):
+            file.unlink()
     return Prepared(manifest, made=True, stays=tuple(stays))
 
 
-def _write(
-    request: StoreRequest, folder: Path, workers: int | None, progress: Progress
-) -> Manifest:
-    """Writes the files of the store into a folder. Returns its manifest, which is not written
-    yet."""
-    tokenizer = _tokenizer(
-        folder,
-        request.corpus,
-        ready_made=request.given,
-        vocab_size=request.vocab_size,
-        progress=progress,
-    )
-    if request.given is not None and not tokenizer.is_bytes:
-        _check_covered(tokenizer, request.corpus)
+def _described(request: StoreRequest, folder: Path, slices: Sequence[FinishedSlice]) -> Manifest:
+    """Writes what a store has besides its parts. Returns its manifest, which is not written yet."""
+    corpus = request.corpus
+    tokenizer = request.given or Tokenizer.load(folder / TOKENIZER)
+    parts = [part for each in slices for part in each.parts]
+    digests = joined([each.digests for each in slices])
+    read = SourceCounts(noted=corpus.noted | corpus.same_texts(digests))
+    for each in slices:
+        read = read.plus(each.read)
+    written = sum(parts, Counts())
+    _check_targets(corpus, read, written, request.max_length)
+    conversations = bool(set(read.formats) - WITHOUT_TEMPLATE)
+    if request.given is None and TOKEN_IDS in read.formats:
+        raise _unnamed(corpus)
     pretrained = request.pretrained
     if pretrained is not None:
         _copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
-    read = SourceCounts()
-    parts = write_parts(
-        folder, request.corpus, Encoder(tokenizer, request, workers), read, progress=progress
-    )
-    written = sum(parts, Counts())
-    _check_targets(request.corpus, read, written, request.max_length)
-    conversations = bool(set(read.formats) - WITHOUT_TEMPLATE)
-    if request.given is None and TOKEN_IDS in read.formats:
-        raise _unnamed(request.corpus)
-    if pretrained is not None and request.templates is None and conversations:
-        (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
-    fingerprint = request.fingerprint(tokenizer)
+        if request.templates is None and conversations:
+            (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
+    source = corpus.fingerprint(digests)
+    fingerprint = request.fingerprint(tokenizer, source)
     write_dataset_files(folder, tokenizer, parts, fingerprint)
     known = {part.file: part.checksums for part in parts}
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in NOTES)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not is_note(path.name))
     files = {path.relative_to(folder).as_posix(): path for path in paths}
     manifest = Manifest(
         **vars(read),
         **vars(written),
-        request=request.digest,
+        request=request.digest(source),
+        listing=_listing(request),
         fingerprint=fingerprint,
-        source=request.corpus.source,
+        source=corpus.source,
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         end_of_document_token=tokenizer.end_of_document_token,
         files={name: path.stat().st_size for name, path in files.items()},
         checksums={name: known.get(name) or checksums(path) for name, path in files.items()},
-        not_read=dict(request.corpus.not_read),
+        not_read=dict(corpus.not_read),
         template=request.template_in_words(tokenizer) if conversations else "",
         train_on=request.train_on,
         max_length=request.max_length,
         special_as_text=request.special_as_text,
-        limits=request.corpus.limits,
+        limits=corpus.limits,
     )
     if 2 * manifest.unknown_tokens > manifest.tokens:
         raise TokenizerError(
@@ -170,19 +265,21 @@ def _write(
     return manifest
 
 
-def _tokenizer(
-    folder: Path, corpus: Corpus, ready_made: Tokenizer | None, vocab_size: int, progress: Progress
-) -> Tokenizer:
-    """Returns the given tokenizer, one trained by an interrupted preparation, or a new one; saved
-    in `folder`."""
+def _tokenizer(folder: Path, request: StoreRequest, progress: Progress) -> None:
+    """Saves the given tokenizer in `folder`, or a new one unless an interrupted preparation or
+    another share has trained one."""
     file = folder / TOKENIZER
-    if ready_made is None and file.is_file():
-        return Tokenizer.load(file)
-    tokenizer = ready_made or Tokenizer.train(_training_texts(corpus, progress), vocab_size)
+    if request.given is None and file.is_file():
+        return
+    corpus = request.corpus
+    tokenizer = request.given
+    if tokenizer is None:
+        tokenizer = Tokenizer.train(_training_texts(corpus, progress), request.vocab_size)
+    elif not tokenizer.is_bytes:
+        _check_covered(tokenizer, corpus)
     unfinished = folder / (TOKENIZER + ".unfinished")
     tokenizer.save(unfinished)
     unfinished.rename(file)
-    return tokenizer
 
 
 def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:

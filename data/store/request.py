@@ -178,12 +178,9 @@ class StoreRequest:
 
     @cached_property
     def _content(self) -> dict[str, Any]:
-        """What the tokens depend on, besides the tokenizer."""
+        """What the tokens depend on, besides source and tokenizer."""
         names = ("train_on", "max_length", "long_documents", "empty_thoughts", "special_as_text")
-        content = {
-            "source": self.corpus.fingerprint(),
-            **{name: getattr(self, name) for name in names},
-        }
+        content: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.date is not None:
             content["date"] = self.date
         if self.pretrained is not None:
@@ -198,18 +195,19 @@ class StoreRequest:
                 )
         return content
 
-    @cached_property
-    def digest(self) -> str:
-        """Returns the hash of everything that decides the content of the store."""
+    def digest(self, source: str) -> str:
+        """Returns the hash of everything that decides the content of the store, with what is said
+        of the source: its fingerprint, or its `listing`."""
         if self.given is None:
             choice = ["bpe", self.vocab_size]
         else:
             choice = [self.given.fingerprint, self.given.end_of_document]
-        return _digest({"tokenizer": choice, **self._content})
+        return _digest({"tokenizer": choice, "source": source, **self._content})
 
-    def fingerprint(self, tokenizer: Tokenizer) -> str:
+    def fingerprint(self, tokenizer: Tokenizer, source: str) -> str:
+        """Returns the hash of the tokens, with the fingerprint of the source."""
         own = {"tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
-        return _digest({**own, **self._content})
+        return _digest({**own, "source": source, **self._content})
 
     def template_in_words(self, tokenizer: Tokenizer) -> str:
         """Describes the chat template, and how the tokens to train on were found."""

@@ -20,6 +20,7 @@ import pyarrow
 from longctx.checksums import SummedFile, damage, sealed, unsealed
 from longctx.data.records.corpus import Corpus, SourceCounts
 from longctx.data.records.formats import Document
+from longctx.data.records.slices import Slice
 from longctx.data.records.tokenizer import Tokenizer, TokenWeights
 from longctx.data.store.encode import EncodedDocument, Encoder
 from longctx.data.store.manifest import Counts
@@ -29,6 +30,7 @@ PART_TOKENS = 1 << 25  # minimum tokens per Arrow file, the unit of resuming
 BATCH_CHARACTERS = 4 << 20
 BATCH_DOCUMENTS = 1024  # text to tokenize at once, by all threads
 JOURNAL = "journal.jsonl"
+"""Journal of the parts of the only slice."""
 
 Progress = Callable[[str, float], None]
 """Called with the name of the current stage and its finished share (0 … 1)."""
@@ -49,19 +51,58 @@ class Part(Counts):
     checksums: str
 
 
+@dataclass(frozen=True)
+class SliceFiles:
+    """Names of the files of slice `number` of a source with `count` slices: its parts sort behind
+    those of the slices before it."""
+
+    number: int
+    count: int
+
+    @property
+    def _mark(self) -> str:
+        return "" if self.count == 1 else f"-{self.number:05d}"
+
+    @property
+    def journal(self) -> str:
+        return f"journal{self._mark}.jsonl"
+
+    @property
+    def note(self) -> str:
+        """Says that the slice is finished."""
+        return f"slice-{self.number:05d}.json"
+
+    @property
+    def lock(self) -> str:
+        return f"slice-{self.number:05d}.lock"
+
+    def part(self, number: int) -> str:
+        return f"data{self._mark}-{number:05d}.arrow"
+
+    def is_part(self, name: str) -> bool:
+        return name.startswith(f"data{self._mark}-") and name.endswith(".arrow")
+
+
 def write_parts(
-    folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCounts, *, progress: Progress
+    folder: Path,
+    corpus: Corpus,
+    encoder: Encoder,
+    counts: SourceCounts,
+    *,
+    part: Slice,
+    files: SliceFiles,
+    progress: Progress,
 ) -> list[Part]:
-    """Writes the Arrow files that are still missing. Returns all parts."""
-    parts = finished_parts(folder)
+    """Writes the Arrow files of a slice that are still missing. Returns all its parts."""
+    parts = finished_parts(folder, files.journal)
     documents = islice(
-        corpus.documents(counts),
+        corpus.documents_of(part, counts),
         sum(part.documents + part.dropped_documents for part in parts),
         None,
     )
     read = sum(part.source_bytes for part in parts)
     writer: _PartWriter | None = None
-    with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
+    with (folder / files.journal).open("a", encoding="utf-8") as journal:
 
         def finish(writer: _PartWriter) -> None:
             parts.append(writer.finish())
@@ -74,11 +115,11 @@ def write_parts(
                 finish(writer)
                 writer = None
             writer = writer or _PartWriter(
-                folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer, weighted
+                folder / files.part(len(parts)), encoder.tokenizer, weighted
             )
             writer.write(batch, rows)
             read += sum(document.source_bytes for document in batch)
-            progress("tokenizing", min(1.0, read / max(1, corpus.bytes)))
+            progress("tokenizing", min(1.0, read / max(1, part.bytes)))
             if writer.counts.tokens >= PART_TOKENS:
                 finish(writer)
                 writer = None
@@ -88,10 +129,10 @@ def write_parts(
     return parts
 
 
-def finished_parts(folder: Path) -> list[Part]:
-    """Returns the parts that the journal lists, up to the first incomplete or damaged line or
+def finished_parts(folder: Path, journal: str = JOURNAL) -> list[Part]:
+    """Returns the parts that a journal lists, up to the first incomplete or damaged line or
     file."""
-    file = folder / JOURNAL
+    file = folder / journal
     parts: list[Part] = []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:

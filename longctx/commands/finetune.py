@@ -253,6 +253,7 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
         "out": out / "store",
         "tokenizer": tokenizer,
         "vocab_size": None,
+        "share": None,
         "json": False,
     }
     try:

@@ -23,6 +23,12 @@ ASKED = (
     *("train_on", "max_length", "long_documents", "workers", "overwrite"),
 )
 """Options that `prepare` takes by the same names."""
+READ = (
+    *("text_column", "split", "as_text", "subset", "revision"),
+    *("max_documents", "max_bytes", "document_separator"),
+)
+"""Options that `open_corpus` takes by the same names."""
+DEFAULT_VOCABULARY = 4096
 TRAINED_ON = {
     "assistant": "the assistant's turns",
     "last": "the assistant's last turn",
@@ -56,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum vocabulary of --tokenizer bpe (default: 4096)",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument(
+        "--share",
+        metavar="K/N",
+        help="make share K of N, as of a SLURM or Kubernetes job array, beside the others: source "
+        "and --out are the same on all machines, and the last one to finish puts the store in "
+        "place (see docs/data.md)",
+    )
     add_data_arguments(parser)
 
 
@@ -177,7 +190,7 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="number of tokenizer threads (default: one per core)",
+        help="number of tokenizer threads, those of all processes (default: one per core)",
     )
     parser.add_argument(
         "--overwrite",
@@ -187,10 +200,19 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.data.records.sources import open_corpus
-    from longctx.data.records.tokenizer import ANOTHER_TOKENIZER
-    from longctx.data.store.prepare import prepare
+    _check(arguments)
+    began = time.perf_counter()
+    out = arguments.out or Path("stores", default_name(arguments.source))
+    prepared = _prepared(arguments, out)
+    if prepared is None:
+        print(f"{out}: share {arguments.share} is finished, and others are not yet")
+    else:
+        _tell(arguments, out, prepared, time.perf_counter() - began)
+    return 0
 
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for options that contradict each other."""
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")
     if arguments.max_length is None and arguments.long_documents != "error":
@@ -203,41 +225,44 @@ def run(arguments: argparse.Namespace) -> int:
             f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit "
             "one of the two"
         )
-    variables = dict(map(_variable, arguments.template_set or ()))
-    began = time.perf_counter()
-    options = (
-        "text_column",
-        "split",
-        "as_text",
-        "subset",
-        "revision",
-        "max_documents",
-        "max_bytes",
-        "document_separator",
-    )
-    corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
-    out = arguments.out or Path("stores", default_name(arguments.source))
+
+
+def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
+    """Prepares the store, or a share of it; returns None for a share that others have to
+    complete."""
+    from longctx.data.records.sources import open_corpus
+    from longctx.data.store.prepare import prepare, prepare_share
+    from longctx.data.store.shares import Share
+
+    corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in READ})
+    choices = {name: getattr(arguments, name) for name in ASKED}
+    choices["vocab_size"] = DEFAULT_VOCABULARY
+    if arguments.vocab_size is not None:
+        choices["vocab_size"] = arguments.vocab_size
+    choices["template_variables"] = dict(map(_variable, arguments.template_set or ()))
+    choices["empty_thoughts"] = arguments.train_on_empty_thoughts
+    choices["special_as_text"] = arguments.special_tokens_as_text
     with progress_bar() as progress:
-        prepared = prepare(
-            corpus,
-            out,
-            vocab_size=4096 if arguments.vocab_size is None else arguments.vocab_size,
-            template_variables=variables,
-            empty_thoughts=arguments.train_on_empty_thoughts,
-            special_as_text=arguments.special_tokens_as_text,
-            progress=progress,
-            **{name: getattr(arguments, name) for name in ASKED},
-        )
-    seconds = time.perf_counter() - began
+        if arguments.share is None:
+            return prepare(corpus, out, progress=progress, **choices)
+        share = Share.parse(arguments.share)
+        return prepare_share(corpus, out, share, progress=progress, **choices)
+
+
+def _tell(arguments: argparse.Namespace, out: Path, prepared: "Prepared", seconds: float) -> None:
+    """Prints what was prepared, and warns of text that the tokenizer lacks."""
+    from longctx.data.records.tokenizer import ANOTHER_TOKENIZER
+
     manifest = prepared.manifest
     if arguments.json:
         summary = {"out": str(out), "made": prepared.made, "seconds": round(seconds, 3)}
-        print(json.dumps({**summary, **asdict(manifest)}, indent=2))
+        summary |= asdict(manifest)
+        text = json.dumps(summary, indent=2)
+        print(text)
     else:
         print(_describe(out, prepared, seconds))
     if manifest.loss:
         print(f"longctx prepare: warning: {manifest.loss}; {ANOTHER_TOKENIZER}", file=sys.stderr)
-    return 0
 
 
 def _variable(setting: str) -> tuple[str, Any]:
