@@ -295,13 +295,13 @@ def test_short_documents_of_a_few_stay_whole() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_long_tails_are_near_the_bound_with_most_documents_whole(seed: int) -> None:
-    """Without short documents together, all or three quarters were split."""
+    """Without short documents together, all or three quarters are split."""
     random = np.random.RandomState(seed)
     drawn = np.exp(random.normal(np.log(2000), 2.0, 32768))
     lengths = drawn[(drawn >= 16) & (drawn <= 1 << 20)][:8192].astype(int).tolist()
     plan = make_plan(lengths, ranks=512, tokens_per_rank=16384, profile=H100)
-    assert plan.gap < 0.026
-    assert plan.degrees[1] > 0.65 * len(lengths)
+    assert plan.gap < 0.02
+    assert plan.degrees[1] > 0.45 * len(lengths)
 
 
 def test_a_dear_split_is_made_only_where_it_is_needed() -> None:

@@ -103,17 +103,18 @@ LARGE_EFFORT = 1 << 19
 LARGE = replace(
     DEFAULT,
     finer_gap=0.002,
-    good_gap=0.015,
+    good_gap=0.0175,
     good_own_gap=0.015,
-    filled=1,
-    same_gap=0.003,
+    filled=2,
+    together_every=3,
+    whole_gap=0.002,
     whole_tries=4,
     hedge_shares=(20, 14),
 )
 """For large steps, which take seconds to plan."""
 HUGE_EFFORT = 1 << 23
 """Documents · ranks from which a step is huge."""
-HUGE = replace(LARGE, good_gap=0.025)
+HUGE = replace(LARGE, filled=1, good_gap=0.025, same_gap=0.003, whole_gap=0.003)
 """For huge steps: their first plan is mostly good enough, and each further one takes seconds."""
 
 
