@@ -1,5 +1,5 @@
-"""Writes the pages that repeat what the code says: docs/settings.md, every setting, and
-docs/names.md, every public name.
+"""Writes what pages repeat of the code: docs/settings.md, every setting, docs/names.md, every
+public name, and what commands print (`tools.outputs`).
 
 python -m tools.pages            # tests/project/test_generated_pages.py fails until it was run
 """
@@ -16,6 +16,7 @@ from longctx.config.describe import type_name
 from longctx.config.names import FIELDS
 from longctx.config.problems import yaml_text
 from longctx.config.run import SECTIONS
+from tools import outputs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WRITTEN = "Written by `python -m tools.pages`."
@@ -123,3 +124,6 @@ PAGES = {"settings.md": settings, "names.md": names}
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), "utf-8")
+    for path in outputs.PAGES:
+        text = path.read_text("utf-8")
+        path.write_text(outputs.filled(text), "utf-8")

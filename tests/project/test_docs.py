@@ -312,6 +312,15 @@ def test_the_error_in_the_guide_is_the_one_that_is_printed(folder: Path) -> None
     )
 
 
+def test_the_check_on_the_page_is_that_of_the_example() -> None:
+    page = fences(ROOT / "docs" / "check-step.md", "python")[0]
+    example = (ROOT / "examples" / "check_step.py").read_text("utf-8")
+    function = page.partition("def make(probe):\n")[2]
+    assert function and function in example.replace(
+        '    """Returns the trainer to check, on the documents of a probe."""\n', ""
+    )
+
+
 def test_numbers_of_exact_models_are_those_of_their_pages() -> None:
     exact = [
         re.search(r": (\d+) exact", (ROOT / "docs" / f"{name}.md").read_text("utf-8"))
@@ -475,6 +484,38 @@ def test_figures_are_those_of_the_benchmarks() -> None:
         changed = text.replace("1", "2")
         assert figures.filled(changed) != changed
     assert sorted(used) == sorted(figures.FIGURES)
+
+
+FIGURE = re.compile(r"(\d+(?:\.\d+)?)(?: to (\d+(?:\.\d+)?))?( ?[×%])")
+
+
+def figures_of(text: str) -> list[tuple[str, str]]:
+    """Figures of a text with their units, both ends of a range."""
+    found = []
+    for first, last, unit in FIGURE.findall(text):
+        found += [(figure, unit.strip()) for figure in (first, last) if figure]
+    return found
+
+
+def test_claims_have_the_figures_of_their_pages() -> None:
+    """As they stand there, or rounded."""
+    evidence = ROOT / "docs" / "evidence"
+    checked = 0
+    for line in (evidence / "index.md").read_text("utf-8").splitlines():
+        row = re.match(r"\| (.*?)\]\((\w[\w-]*\.md)\)(.*?) \|", line)
+        if row is None:
+            continue
+        there = figures_of((evidence / row[2]).read_text("utf-8"))
+        for figure, unit in figures_of(row[1] + row[3]):
+            places = len(figure.partition(".")[2])
+            rounded = {f"{float(other):.{places}f}" for other, its in there if its == unit}
+            assert figure in rounded, f"{row[2]}: {figure}{unit}"
+            checked += 1
+    assert checked >= 10
+    (median,) = re.findall(
+        r"time, bfloat16: (\d+)%", (evidence / "others.md").read_text("utf-8").split("<!-- end")[0]
+    )
+    assert f"a median error of {median} %" in (evidence / "index.md").read_text("utf-8")
 
 
 def test_every_emulated_run_in_the_results_is_shown() -> None:
