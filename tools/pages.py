@@ -1,5 +1,6 @@
 """Writes what pages repeat of the code: docs/settings.md, every setting, docs/names.md, every
-public name, and what commands print (`tools.outputs`).
+public name, docs/install.md and docs/tour.md, sections of the README, and what commands print
+(`tools.outputs`).
 
 python -m tools.pages            # tests/project/test_generated_pages.py fails until it was run
 """
@@ -20,6 +21,7 @@ from tools import outputs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WRITTEN = "Written by `python -m tools.pages`."
+LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 NULL = re.compile(r" \(null: (.*)\)$")
 
 
@@ -118,7 +120,35 @@ def parameters(value: Any) -> str:
     return f"({', '.join(shown)})"
 
 
-PAGES = {"settings.md": settings, "names.md": names}
+def section(title: str) -> str:
+    """Returns a section of the README as a page of docs/, with links from there."""
+    readme = (DOCS.parent / "README.md").read_text("utf-8")
+    _, _, rest = readme.partition(f"\n## {title}\n")
+    text = rest.partition("\n## ")[0].strip()
+    moved = LINK.sub(lambda link: _from_docs(link[1]), text)
+    return f"# {title}\n\n{moved}\n\n{WRITTEN}\n"
+
+
+def _from_docs(link: str) -> str:
+    """Returns a link of the README as it is from docs/."""
+    if link.startswith(("http", "#")):
+        return link
+    if link.startswith("docs/"):
+        return link.removeprefix("docs/")
+    return f"../{link}"
+
+
+def install() -> str:
+    """Returns the page on installing."""
+    return section("Install")
+
+
+def tour() -> str:
+    """Returns the page of the tour."""
+    return section("Five-minute tour")
+
+
+PAGES = {"settings.md": settings, "names.md": names, "install.md": install, "tour.md": tour}
 
 
 if __name__ == "__main__":
