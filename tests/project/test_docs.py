@@ -102,7 +102,15 @@ def test_commands_exist(page: Path, command: list[str], monkeypatch: pytest.Monk
         ]
         assert set(re.findall(r"\[(\w+)\]", command[-1])) <= set(extras)
     else:
-        assert command[0] in ("torchrun", "python", "tensorboard", "sbatch", "kubectl", "lm_eval")
+        assert command[0] in (
+            "torchrun",
+            "python",
+            "tensorboard",
+            "sbatch",
+            "kubectl",
+            "sky",
+            "lm_eval",
+        )
 
 
 def without_running(module_of: object) -> object:
@@ -420,7 +428,7 @@ def test_the_pages_are_short() -> None:
     words = {
         name_of(page): len(generated.sub("", page.read_text("utf-8")).split()) for page in written
     }
-    assert sum(words.values()) <= 26_650, sorted(words.items(), key=lambda item: -item[1])[:5]
+    assert sum(words.values()) <= 28_150, sorted(words.items(), key=lambda item: -item[1])[:5]
 
 
 @pytest.mark.slow
