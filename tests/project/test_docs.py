@@ -525,6 +525,24 @@ def test_claims_have_the_figures_of_their_pages() -> None:
     assert f"a median error of {median} %" in (evidence / "index.md").read_text("utf-8")
 
 
+def test_figures_of_the_readme_are_those_of_its_pages() -> None:
+    """Of pages that it links, as they stand there or rounded; those of the picture are held by
+    tests/comparison/test_pictures.py."""
+    text = README.read_text("utf-8")
+    linked = {name for name in re.findall(r"\]\((docs/[\w/-]+\.md)", text) if "/api" not in name}
+    linked.add("docs/evidence/scaling.md")  # which the claims link
+    there = []
+    for name in sorted(linked):
+        there += figures_of((ROOT / name).read_text("utf-8"))
+    (caption,) = re.findall(r"^\*One of five steps.*$", text, re.MULTILINE)
+    found = figures_of(text.replace(caption, ""))
+    assert len(found) > 20
+    for figure, unit in found:
+        places = len(figure.partition(".")[2])
+        rounded = {f"{float(other):.{places}f}" for other, its in there if its == unit}
+        assert figure in rounded, f"{figure}{unit}"
+
+
 def test_every_emulated_run_in_the_results_is_shown() -> None:
     shown = {*figures.EMULATED.values(), *figures.EMULATED_BESIDE_MEGATRON.values()}
     assert {path.stem for path in figures.RESULTS.glob("modelled-*.json")} == shown
