@@ -64,6 +64,17 @@ def expanded(given: Path | str) -> str:
     return home
 
 
+def is_hub_name(name: str) -> bool:
+    """Returns whether a name may be OWNER/NAME on the hub: none has other slashes, begins like a
+    path, or lies in the folder of runs, which `train.run_dir` names by default."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~", "runs/"))
+
+
+def no_run(folder: Path) -> str:
+    """Returns the words for a run folder that does not exist."""
+    return f"run folder {folder} not found: give the train.run_dir of a run"
+
+
 def _elsewhere(text: str, scheme: str) -> PathError:
     """Returns the error of an address of a storage."""
     if scheme == "file":

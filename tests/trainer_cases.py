@@ -454,9 +454,29 @@ class Engine:
         return prompts, made, [[[-4.0]] * len(ids) for ids in made], None
 
 
+def play(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A `rollout_func` of GRPO: a turn of the model, an answer of an environment, which is not
+    trained, and another turn; all made of the prompt alone."""
+    encoded = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    turns = []
+    masks = []
+    for number, ids in enumerate(encoded):
+        answer = 1 + number % 4
+        length = 3 + answer + number % 5
+        turns.append([10 + (sum(ids) + 7 * k * number) % 90 for k in range(length)])
+        masks.append([0 if 2 <= k < 2 + answer else 1 for k in range(length)])
+    likelihoods = [[-4.0] * len(ids) for ids in turns]
+    return {
+        "prompt_ids": encoded,
+        "completion_ids": turns,
+        "logprobs": likelihoods,
+        "env_mask": masks,
+    }
+
+
 def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Trains with one of TRL's trainers that need whole sequences. Options: those of its config,
-    `lora`, `budget`, `kind` of the model, whether to be `evaluating` before, and whether the config
+    `lora`, `budget`, `kind` of the model, whether an `agent` plays, whether to be `evaluating` before, and whether the config
     of a mixture `asks` for the loss of its routers, with which it does not generate."""
     import datasets
     import trl
@@ -475,6 +495,7 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
         options.pop("evaluating", False),
         options.pop("kind", "qwen2"),
     )
+    agent = options.pop("agent", False)
     base = folder / "base"  # TRL loads the reference model from there
     made, asks = model(of), options.pop("asks", False)
     if of == "qwen3_moe":
@@ -497,6 +518,8 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
         more["reward_funcs"] = lambda completions, **_: [
             float(len(set(text.split()))) for text in completions
         ]
+        if agent:
+            more["rollout_func"] = play
         importlib.import_module(f"trl.trainer.{kind.lower()}_trainer").VLLMGeneration = Engine
     elif kind == "DPO":
         given["max_length"] = None

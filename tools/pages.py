@@ -1,5 +1,6 @@
-"""Writes the pages that repeat what the code says: docs/settings.md, every setting, and
-docs/names.md, every public name.
+"""Writes what pages repeat of the code: docs/settings.md, every setting, docs/names.md, every
+public name, docs/install.md and docs/tour.md, sections of the README, and what commands print
+(`tools.outputs`).
 
 python -m tools.pages            # tests/project/test_generated_pages.py fails until it was run
 """
@@ -16,9 +17,11 @@ from longctx.config.describe import type_name
 from longctx.config.names import FIELDS
 from longctx.config.problems import yaml_text
 from longctx.config.run import SECTIONS
+from tools import outputs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WRITTEN = "Written by `python -m tools.pages`."
+LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 NULL = re.compile(r" \(null: (.*)\)$")
 
 
@@ -117,9 +120,40 @@ def parameters(value: Any) -> str:
     return f"({', '.join(shown)})"
 
 
-PAGES = {"settings.md": settings, "names.md": names}
+def section(title: str) -> str:
+    """Returns a section of the README as a page of docs/, with links from there."""
+    readme = (DOCS.parent / "README.md").read_text("utf-8")
+    _, _, rest = readme.partition(f"\n## {title}\n")
+    text = rest.partition("\n## ")[0].strip()
+    moved = LINK.sub(lambda link: _from_docs(link[1]), text)
+    return f"# {title}\n\n{moved}\n\n{WRITTEN}\n"
+
+
+def _from_docs(link: str) -> str:
+    """Returns a link of the README as it is from docs/."""
+    if link.startswith(("http", "#")):
+        return link
+    if link.startswith("docs/"):
+        return link.removeprefix("docs/")
+    return f"../{link}"
+
+
+def install() -> str:
+    """Returns the page on installing."""
+    return section("Install")
+
+
+def tour() -> str:
+    """Returns the page of the tour."""
+    return section("Five-minute tour")
+
+
+PAGES = {"settings.md": settings, "names.md": names, "install.md": install, "tour.md": tour}
 
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), "utf-8")
+    for path in outputs.PAGES:
+        text = path.read_text("utf-8")
+        path.write_text(outputs.filled(text), "utf-8")

@@ -23,7 +23,7 @@ from .loop import place
 from .options import SUMMARY, add_arguments, check_given
 from .probe import named
 from .step import Report, check_step
-from .template import missing_package, text_of, write
+from .template import give, missing_package
 
 REFUSED = 3
 """Exit status for a step that cannot be judged."""
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, passed: tuple[type[Exception], ...] = ())
     the types `passed` on.
     """
     if arguments.template is not None:
-        _give(arguments.template, arguments)
+        give(arguments.template, program=arguments.program, path=arguments.out)
         return 0
     check_given(arguments)
     judge = _judge_of_data if arguments.data else _judge_of_steps
@@ -129,14 +129,6 @@ def _joined_processes() -> Iterator[int]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _give(template: str, arguments: argparse.Namespace) -> None:
-    """Prints a template, or writes it to a file."""
-    if arguments.out is None:
-        print(text_of(template, arguments.program), end="")
-    else:
-        write(template, program=arguments.program, path=arguments.out)
 
 
 def _function(name: str, taken: str, *, script: Path) -> Callable[..., Any]:

@@ -1,8 +1,10 @@
 """Probes: documents whose every token names its document and its place, so that ids alone tell what
 a step did with them."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -44,6 +46,21 @@ LATENT = "kv_lora_rank"
 """In configs of models with latent attention."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names in configs of how many experts a router chooses from."""
+
+
+ROPE_LOGGER = "transformers.modeling_rope_utils"
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Lets a logger tell errors alone."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @dataclass(frozen=True)
@@ -146,7 +163,8 @@ class Probe:
         if config is None and LATENT in vars(AutoConfig.for_model(kind)):
             config = AutoConfig.for_model(kind)  # whose heads have several widths
         if config is None:
-            config = AutoConfig.for_model(kind, **(SIZES | own | sizes))
+            with _quiet(ROPE_LOGGER):  # YaRN's factor is kept beside fewer positions
+                config = AutoConfig.for_model(kind, **(SIZES | own | sizes))
         else:
             given = AutoConfig.from_pretrained(config) if isinstance(config, str) else config
             config = shrunk(given)

@@ -40,6 +40,14 @@ def text_of(name: str, program: str) -> str:
     return text.replace(ROOM, str(__package__)).replace(PROGRAM, program)
 
 
+def give(name: str, program: str, path: Path | None) -> None:
+    """Prints a template, or writes it to a file. Raises UsageError as `write`."""
+    if path is None:
+        print(text_of(name, program), end="")
+    else:
+        write(name, program=program, path=path)
+
+
 def write(name: str, program: str, path: Path) -> None:
     """Writes the file of a template. Raises UsageError for a file that exists, or that has the name
     of a package that it imports."""

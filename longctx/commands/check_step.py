@@ -5,6 +5,7 @@ import argparse
 from longctx.check.errors import UsageError
 from longctx.check.options import SUMMARY, check_given
 from longctx.check.options import add_arguments as add_options
+from longctx.check.template import give
 from longctx.commands.output import a_path
 from longctx.errors import UserError
 
@@ -21,6 +22,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         check_given(arguments)
+        if arguments.template is not None:
+            give(arguments.template, program=arguments.program, path=arguments.out)
+            return 0
         Launch.to_join()  # raises UserError for processes that would not join each other
         from longctx.check import command  # and torch, which takes seconds
 

@@ -3,10 +3,12 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands.output import a_name, a_path
 from longctx.errors import UserError
+from longctx.paths import is_hub_name
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     launch = Launch.to_join()
     if arguments.documents is not None and arguments.documents < 1:
         raise UserError(f"--documents is {arguments.documents}: must be at least 1")
+    _check_target(arguments.target)
     from longctx.evaluation.target import Target  # and torch, which takes seconds
     from longctx.parallel.device import prepare_device
 
@@ -66,6 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
     target.check(work.store.tokenizer)
     _evaluate(arguments, target, work=work, launch=launch, device=device)
     return 0
+
+
+def _check_target(target: str) -> None:
+    """Raises UserError for a folder that does not exist; whether a name is on the hub is seen
+    later."""
+    folder = Path(target)
+    if folder.is_dir():
+        return
+    if is_hub_name(target):
+        return
+    raise UserError(
+        f"there is no folder {target}: give the folder of a run or of a checkpoint, or a "
+        "checkpoint's name on the hub as OWNER/NAME"
+    )
 
 
 def _documents(arguments: argparse.Namespace, target: "Target", world_size: int) -> "Documents":

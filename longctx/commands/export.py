@@ -6,6 +6,7 @@ import re
 
 from longctx.commands.output import a_path
 from longctx.errors import UserError
+from longctx.paths import no_run
 
 SUMMARY = (
     "Write a checkpoint of a run as a folder that transformers loads: safetensors, config, "
@@ -57,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     size = parse_size(arguments.max_shard_size)
-    import torch
+    if not arguments.run.is_dir():
+        raise UserError(no_run(arguments.run))
+    import torch  # which takes seconds
 
     from longctx.training.saved.export import export, how_to_load
 

@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--png",
         type=a_path,
         metavar="F",
-        help="draw the plan into this file (.png, .svg or .pdf), below fixed static: one degree "
-        "for all documents",
+        help="draw the plan into this file (.png, .svg or .pdf), below the best single degree for "
+        "all documents",
     )
 
 
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         domain=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
     )
-    lengths, source, longest = _step(arguments, planned.profile)
+    lengths, source = _step(arguments, planned.profile)
     plan = make_plan(
         lengths,
         ranks=arguments.ranks,
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         bins=arguments.bins,
         pipeline=pipeline,
     )
-    baseline = _fixed_static(plan, longest)
+    baseline = _best_single(plan)
     bins = None
     if plan.mode == "bins":
         bins = arguments.bins or derived_bins(plan.profile, plan.ranks, plan.tokens_per_rank)
@@ -146,19 +146,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _fixed_static(plan: "Plan", longest: int) -> "Plan | None":
-    """Returns the plan of the same documents at one fixed degree; None for a plan that is static or
-    in a pipeline itself."""
-    from longctx.comparison.baselines import fixed_degree, plan_fixed_static
+def _best_single(plan: "Plan") -> "Plan | None":
+    """Returns the plan of the same documents at the one degree for all that takes least time; None
+    for a plan that is static or in a pipeline itself."""
+    from longctx.planning.planners.planner import make_plan
 
     if plan.mode == "static" or plan.pipeline.ranks > 1:
         return None
-    return plan_fixed_static(
+    return make_plan(
         plan.lengths,
         ranks=plan.ranks,
         tokens_per_rank=plan.tokens_per_rank,
         profile=plan.profile,
-        degree=fixed_degree(longest, plan.ranks, plan.tokens_per_rank),
+        mode="static",
     )
 
 
@@ -174,7 +174,7 @@ def _save(plan: "Plan", baseline: "Plan | None", source: str, path: Path) -> Non
             "bins": "Bins, a degree for each class of lengths",
         }
         panels = [
-            Panel(f"Fixed static, degree {degree} for all", baseline),
+            Panel(f"The best single degree, {degree} for all", baseline),
             Panel(names[plan.mode], plan),
         ]
     save_plans(panels, source, path)
@@ -197,8 +197,8 @@ def parse_bins(text: str) -> dict[int, int]:
     return bins
 
 
-def _step(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple[list[int], str, int]:
-    """Returns lengths, their source in words, and the longest document of the data set.
+def _step(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple[list[int], str]:
+    """Returns lengths, and their source in words.
 
     The step is drawn from a mix or a file, or the first one of training on a store; a file with
     fewer tokens than a step is one. Raises PlanError for a document of the file that the ranks
@@ -219,9 +219,7 @@ def _step(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple[li
     drawn = source.draw(ranks, most)
     (lengths,) = drawn.lengths
     if arguments.mix:
-        return lengths, f"mix {arguments.mix}, seed {source.seed}", min(most, source.longest)
-    if not of_file:
-        return lengths, source.words, min(most, source.longest)
-    if drawn.remark:
-        return lengths, f"all of {arguments.lengths} as one step", source.longest
-    return lengths, source.words, source.longest
+        return lengths, f"mix {arguments.mix}, seed {source.seed}"
+    if of_file and drawn.remark:
+        return lengths, f"all of {arguments.lengths} as one step"
+    return lengths, source.words

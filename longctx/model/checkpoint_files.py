@@ -18,7 +18,7 @@ from longctx import tokenizer_files
 from longctx.errors import UserError, brief, first_line, install, shell
 from longctx.model.published import PUBLISHED, is_config_alone, write_published
 from longctx.own_files import LIST
-from longctx.paths import expanded
+from longctx.paths import expanded, is_hub_name
 from longctx.pointers import complaint
 from longctx.tokenizer_files import TOKENIZER_FILES
 
@@ -258,7 +258,7 @@ def check_name(source: str) -> None:
     """Raises PretrainedError unless `source` is the folder of a checkpoint, or may be a name on the
     hub."""
     folder = Path(source)
-    if not folder.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
+    if not folder.is_dir() and not is_hub_name(source):
         raise PretrainedError(
             f"there is no folder {source}: give the folder of a checkpoint, or its name on the hub "
             "as OWNER/NAME"

@@ -62,8 +62,8 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
     if baseline is not None:
         lines.insert(
             2,
-            f"[bold]{baseline.makespan_s / plan.makespan_s:.2f}×[/bold] as fast as fixed static: "
-            f"degree {baseline.winner.removeprefix('static:')} for every document takes "
+            f"[bold]{baseline.makespan_s / plan.makespan_s:.2f}×[/bold] as fast as the best single "
+            f"degree: {baseline.winner.removeprefix('static:')} for every document takes "
             f"{baseline.makespan_s:.4g} s",
         )
     if (pipeline := plan.pipeline).ranks > 1:

@@ -71,7 +71,10 @@ REFUSED = [
     "finetune owner/model data --train.step 3",
     "train --model.from_pretrained owner/model --train.step 3",
     "eval run --documents 0",
+    "eval runs/none",
+    "eval /none",
     "export run out --max-shard-size x",
+    "export runs/none out",
     "plan --lengths no.txt --ranks 8",
     "compare --lengths no.txt",
     "measure no.yaml",
@@ -89,6 +92,7 @@ def test_help_plans_and_refusals_come_before_torch_is_imported(tmp_path: Path) -
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("3000\n" * 9)
     told = [f"{name} --help" for name in cli.COMMANDS]
+    told.append("check-step --template own")
     told.append(f"plan --lengths {lengths} --ranks 8 --tokens-per-rank 2048 --model llama-3.1-8b")
     code = f"""
 import sys

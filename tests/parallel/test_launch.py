@@ -75,14 +75,82 @@ def test_slurm_calls_torchrun(repository: Path, tmp_path: Path) -> None:
     assert run_script(["bash", script], tmp_path, stubs, SLURM).returncode == 2
 
 
-def test_slurm_tells_of_a_failure(repository: Path, tmp_path: Path) -> None:
-    stubs = {"scontrol": NODES.format("node1"), "srun": "exit 7"}
+QUEUE = 'if [[ $1 == requeue ]]; then echo "$2" >> requeued; else echo node1; fi'
+
+
+def requeued(folder: Path) -> int:
+    """How often the job was requeued."""
+    file = folder / "requeued"
+    return file.read_text().split().count("123456") if file.exists() else 0
+
+
+def test_slurm_requeues_a_job_whose_rank_failed(repository: Path, tmp_path: Path) -> None:
+    """Three times without a new checkpoint it is over; a new one begins the count again."""
+    command = ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"]
+    fails = {"scontrol": QUEUE, "srun": "exit 7"}
+    for number in (1, 2):
+        called = run_script(command, tmp_path, fails, SLURM)
+        assert called.returncode == 7 and "is requeued" in called.stderr
+        assert requeued(tmp_path) == number
+    saves = {
+        "scontrol": QUEUE,
+        "srun": "mkdir -p runs/123456; ln -sfn checkpoints/step-000010 runs/123456/latest; exit 7",
+    }
+    called = run_script(command, tmp_path, saves, SLURM)
+    assert "continues from checkpoints/step-000010" in called.stderr and requeued(tmp_path) == 3
+    assert run_script(command, tmp_path, fails, SLURM).returncode == 7 and requeued(tmp_path) == 4
+    called = run_script(command, tmp_path, fails, SLURM)
+    assert called.returncode == 7 and requeued(tmp_path) == 4
+    assert "3 failures without a new checkpoint" in called.stderr
     assert (
-        run_script(
-            ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"], tmp_path, stubs, SLURM
-        ).returncode
-        == 7
+        run_script(command, tmp_path, {"scontrol": QUEUE, "srun": "exit 0"}, SLURM).returncode == 0
     )
+    assert not (tmp_path / "runs" / "123456.failures").exists()
+    assert run_script(command, tmp_path, fails, SLURM).returncode == 7 and requeued(tmp_path) == 5
+
+
+def test_slurm_requeues_before_the_time_limit(repository: Path, tmp_path: Path) -> None:
+    stubs = {"scontrol": QUEUE, "srun": 'kill -USR1 "$PPID"; sleep 1'}
+    command = ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"]
+    assert run_script(command, tmp_path, stubs, SLURM).returncode == 0
+    assert requeued(tmp_path) == 1 and not (tmp_path / "runs").exists(), "no failure"
+
+
+def test_slurm_starts_a_container(repository: Path, tmp_path: Path) -> None:
+    stubs = {"scontrol": NODES.format("node1"), "srun": 'echo "${@:4:7}"'}
+    command = ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"]
+    called = run_script(command, tmp_path, stubs, {**SLURM, "IMAGE": "registry#longctx:0.1.0"})
+    assert called.stdout.split() == [
+        *("--container-image", "registry#longctx:0.1.0"),
+        *("--container-mounts", f"{tmp_path}:{tmp_path}"),
+        *("--container-workdir", str(tmp_path), "torchrun"),
+    ]
+
+
+def test_skypilot_calls_torchrun(repository: Path, tmp_path: Path) -> None:
+    task = yaml.safe_load((repository / "examples" / "skypilot.yaml").read_text())
+    for rank in (0, 1):
+        environment = {
+            **task["envs"],
+            "RUN_DIR": str(tmp_path / "run"),
+            "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        }
+        called = run_script(
+            ["bash", "-c", task["run"]], tmp_path, {"torchrun": 'echo "$@"'}, environment
+        )
+        own = {
+            "id": "longctx",
+            "endpoint": "10.0.0.1:29500",
+            "conf": f"is_host={int(rank == 0)},join_timeout=1800,read_timeout=1800",
+            "own": "",
+        }
+        wanted = ARGUMENTS.format(**own, run_dir=tmp_path / "run")
+        assert called.stdout.strip() == wanted, called.stderr
+    assert task["resources"]["job_recovery"]["max_restarts_on_errors"] == 3
+    assert any(task["envs"]["RUN_DIR"].startswith(place) for place in task["volumes"])
 
 
 def test_kubernetes_calls_torchrun(repository: Path, tmp_path: Path) -> None:

@@ -58,6 +58,21 @@ def test_a_silent_process_is_named_by_the_others(capsys: pytest.CaptureFixture[s
         )
 
 
+def test_pages_show_how_a_dead_rank_is_named(repository: Path) -> None:
+    place = "step 412, micro-batch 1, attention last in layer 5, forward pass"
+    with three(timeout_s=1.0) as peers:
+        peers[2].position = lambda: place
+        time.sleep(5 * FAST_S)
+        peers[2].close()
+        said = peers[0].report("peer closed").replace(socket.gethostname(), "node-7")
+    line = f"longctx train: rank 0: {said}"
+    shown = (repository / "docs" / "reliability.md").read_text("utf-8")
+    assert f"```text\n{line}\n```" in shown, line
+    short = (repository / "docs" / "troubleshooting.md").read_text("utf-8")
+    (begins,) = re.findall(r"^    (longctx train: rank 0: .*) \.\.$", short, re.MULTILINE)
+    assert line.startswith(begins)
+
+
 def test_a_process_that_never_gave_a_sign_is_named_too() -> None:
     server = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     peers = Peers(server, 0, 3, 600.0, FAST_S)

@@ -123,6 +123,20 @@ def test_an_example_runs_on_two_ranks(call: str) -> None:
     assert float(lines[-1][1]) < float(lines[0][1]) - 1
 
 
+def test_the_ring_has_the_result_of_one_process_on_three() -> None:
+    """The program asserts it; every rank sends to every other, the head alone to later ones."""
+    printed, _ = launched.run(EXAMPLES / "ring.py", ranks=3)
+    assert printed.count("has the result of one process") == 3
+    sent = re.findall(r"rank (\d) sends head( and tail)?, \d+ rows, to rank (\d)", printed)
+    assert {(sender, receiver) for sender, _, receiver in sent} == {
+        (sender, receiver) for sender in "012" for receiver in "012" if sender != receiver
+    }
+    assert all(bool(tail) == (receiver < sender) for sender, tail, receiver in sent)
+    lines = (EXAMPLES / "ring.py").read_text("utf-8").partition('"""\n\nimport')[2].splitlines()
+    code = [line for line in lines if line.strip() and '"""' not in line]
+    assert len(code) <= 60, "as the page says"
+
+
 SCRIPTS = sorted([*EXAMPLES.glob("*.py"), *(EXAMPLES.parent / "bench").glob("*.py")])
 NEEDS = {"optimum": "scipy"}
 """Packages beyond those of the tests, by script."""
@@ -132,11 +146,11 @@ NEEDS = {"optimum": "scipy"}
 def test_every_script_starts(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With options it shows its help; otherwise it is imported, but for `ask.py`, which loads a
-    model at once."""
+    """With options it shows its help; otherwise it is imported, but for those that load a model
+    at once."""
     if script.stem in NEEDS:
         pytest.importorskip(NEEDS[script.stem])
-    if script.stem == "ask":
+    if script.stem in ("ask", "trl_two_gpus"):
         compile(script.read_text("utf-8"), script, "exec")
         return
     monkeypatch.syspath_prepend(str(EXAMPLES))

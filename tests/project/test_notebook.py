@@ -1,6 +1,7 @@
 """examples/tour.ipynb runs from top to bottom, and says what it shows."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,5 +22,8 @@ def test_the_cells_run(capsys: pytest.CaptureFixture[str]) -> None:
             assert not cell["outputs"], "without outputs, which would be of another version"
             exec("".join(cell["source"]), names)
     printed = capsys.readouterr().out
-    assert "20,000 tokens on ranks" in printed and "times as long" in printed
+    assert "900 documents on 1 ranks each" in printed and "1 documents on 20 ranks each" in printed
+    (gain,) = re.findall(r"s, (\d\.\d\d) times as long", printed)
+    assert float(gain) > 1.3
+    assert re.search(r"degrees (1-)?2 ", printed), "both processes share a document"
     assert len(names["steps"]) == 12 and names["steps"][-1]["loss"] < names["steps"][0]["loss"] - 1

@@ -115,6 +115,47 @@ def test_every_page_fits_its_screen(
     assert len(pages) > 50 and wrong == [], f"screenshots: {folder.parent}"
 
 
+CUT = """
+return [...document.querySelectorAll('pre code')].filter(e => e.scrollWidth > e.clientWidth + 1)
+  .map(e => e.textContent.slice(0, 60));
+"""
+"""Blocks of code of which one sees the rest by scrolling only."""
+
+
+def test_code_is_read_whole_on_a_desk(
+    browser: webdriver.Chrome, folder: Path, address: str
+) -> None:
+    screen = {"width": 1400, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    blocks = 0
+    for page in sorted(folder.rglob("index.html")):
+        browser.get(f"{address}/{page.relative_to(folder)}")
+        assert browser.execute_script(CUT) == [], page
+        blocks += browser.execute_script("return document.querySelectorAll('pre code').length")
+    assert blocks > 100
+
+
+def test_pictures_are_dark_on_dark_pages(browser: webdriver.Chrome, address: str) -> None:
+    browser.get(f"{address}/how-it-works/index.html")
+    filter_of = "return getComputedStyle(document.querySelector('.md-typeset img')).filter"
+    assert browser.execute_script(filter_of) == "none"
+    dark = "document.body.setAttribute('data-md-color-scheme', 'slate')"
+    browser.execute_script(dark)
+    assert browser.execute_script(filter_of).startswith("invert")
+
+
+def test_install_is_a_page_and_evidence_is_folded(browser: webdriver.Chrome, address: str) -> None:
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.set_window_size(1400, 900)
+    browser.get(f"{address}/index.html")
+    links = browser.find_elements(By.CSS_SELECTOR, ".md-nav--primary a.md-nav__link")
+    shown = [link.get_attribute("href") for link in links if link.is_displayed()]
+    assert any("/install/" in str(link) for link in shown)
+    assert any("/tour/" in str(link) for link in shown)
+    of_evidence = [link for link in shown if "/evidence/" in str(link)]
+    assert len(of_evidence) == 1, of_evidence
+
+
 def test_search_finds(browser: webdriver.Chrome, address: str) -> None:
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     browser.set_window_size(1400, 900)

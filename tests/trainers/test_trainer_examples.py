@@ -15,7 +15,15 @@ import transformers
 
 from longctx.trainers import dynamic_context_parallel
 from tests.encoder_cases import build_encoder
-from tests.trainer_cases import as_rank_alone, conversations, model, preferences, tokenizer
+from tests.trainer_cases import (
+    Engine,
+    as_rank_alone,
+    conversations,
+    model,
+    play,
+    preferences,
+    tokenizer,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +127,44 @@ def test_it_runs_as_it_is_printed(
     )
 
 
+def test_the_agent_runs_as_it_is_printed(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an engine and an environment that make completions of the prompt."""
+    import datasets
+    import trl
+
+    as_rank_alone()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Engine)
+    page = (ROOT / "docs" / "agents.md").read_text("utf-8")
+    (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+    def config(**given: Any) -> Any:
+        small = {
+            "bf16": False,
+            "use_cpu": True,
+            "max_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        return trl.GRPOConfig(str(tmp_path), **{**given, **small})
+
+    names: dict[str, Any] = {
+        "GRPOTrainer": trl.GRPOTrainer,
+        "GRPOConfig": config,
+        "dynamic_context_parallel": dynamic_context_parallel,
+        "solved": lambda completions, **_: [float(len(each)) for each in completions],
+        "play": play,
+        "tasks": datasets.Dataset.from_list(QUESTIONS),
+    }
+    exec(text.replace("Qwen/Qwen3-8B", str(checkpoints / "causal")), names)
+    trainer = names["trainer"]
+    assert trainer.state.global_step == 1 and trainer.dynamic.plans
+    assert trainer.vllm_mode == "colocate" and trainer.vllm_generation.read
+
+
 def test_two_processes_on_a_laptop(tmp_path: Path) -> None:
     """The program runs as it is printed, by torchrun, with a model as large, and prints what the
     page says but for numbers."""
@@ -160,3 +206,45 @@ def test_two_processes_on_a_laptop(tmp_path: Path) -> None:
         assert re.match(".*".join(map(re.escape, parts)), printed[number]), (line, printed[number])
     # Three steps, and the end of training.
     assert "'highest_degree': 2" in done.stdout and len(printed) == 7
+
+
+def test_the_script_for_two_gpus_runs_on_two_processes(tmp_path: Path) -> None:
+    """As it is, but for the model and its device: with FSDP2, adapters and recomputation."""
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 40_960,
+    }
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer().save_pretrained(tmp_path / "model")
+    rows = conversations(24)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    script = (ROOT / "examples" / "trl_two_gpus.py").read_text("utf-8")
+    changed = (
+        script.replace("Qwen/Qwen3-8B", str(tmp_path / "model"))
+        .replace("bf16=True", "bf16=False, use_cpu=True, max_steps=2, report_to=[]")
+        .replace('"dtype": "bfloat16"', '"dtype": "float32"')
+    )
+    begins = "from tests.trainer_cases import select_fsdp_on_cpus\n\nselect_fsdp_on_cpus()\n"
+    ends = "print('sharded', trainer.is_fsdp_enabled, trainer.dynamic.plans[-1].ranks)\n"
+    (tmp_path / "train.py").write_text(begins + changed + ends, "utf-8")
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        start,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("sharded True 2") == 2 and "'split_documents'" in done.stdout
+    saved = tmp_path / "runs" / "qwen3-8b-lora"
+    assert (saved / "adapter_model.safetensors").is_file()

@@ -475,6 +475,9 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grpo of a mixture": ("GRPO", 2, {**MIXTURE, "gradient_accumulation_steps": 2, "beta": 0.04}),
     "rloo of a mixture": ("RLOO", 2, MIXTURE),
     "grpo with an engine": ("GRPO", 2, {"use_vllm": True, "lora": True}),
+    "grpo of an agent": ("GRPO", 2, {"agent": True, "beta": 0.04}),
+    "grpo of an agent with an engine": ("GRPO", 2, {"agent": True, "use_vllm": True}),
+    "grpo of an agent, fully sharded": ("GRPO", 2, {"agent": True, **FSDP2}),
     "rloo with an engine": ("RLOO", 2, {"use_vllm": True, "beta": 0.04}),
 }
 SEQUENCES |= {

@@ -102,7 +102,7 @@ def arithmetic_said(
     profile: HardwareProfile, scaled: HardwareProfile, known: RankWork, target: RankWork
 ) -> str:
     """Describes the constants that `scale` changed, with factor and reason; empty if none
-    changed."""
+    changed in its first four digits."""
     layers, exchanges = target.layers / known.layers, target.exchanges / known.exchanges
     splits = " and splits" if profile.split_document_s else ""
     latency = f"latency{splits} and " if layers == exchanges else ""
@@ -148,4 +148,9 @@ def arithmetic_said(
             f"{profile.ranks_per_node} → {scaled.ranks_per_node}",
         ),
     )
-    return "; ".join(f"{what} × {ratio:.4g} ({why})" for what, ratio, why in changes if ratio != 1)
+    said = []
+    for what, ratio, why in changes:
+        factor = f"{ratio:.4g}"
+        if factor != "1":  # else it is rounding
+            said.append(f"{what} × {factor} ({why})")
+    return "; ".join(said)

@@ -46,7 +46,7 @@ from longctx.own_files import (
     write_list,
 )
 from longctx.parallel.host_memory import returned_when_freed
-from longctx.paths import local_path
+from longctx.paths import local_path, no_run
 from longctx.safe_yaml import parse, read_text
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
@@ -219,7 +219,7 @@ def _read(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, 
 
 def _find(run: Path, step: int | None) -> Checkpoint:
     if not run.is_dir():
-        raise ExportError(f"run folder {run} not found: give the train.run_dir of a run")
+        raise ExportError(no_run(run))
     if not checkpoint.is_run(run):
         if is_store(run):
             what = "a store of documents"
