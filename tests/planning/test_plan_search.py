@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from longctx.comparison.baselines import plan_placed
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
+from longctx.planning.pipeline import Pipeline
+from longctx.planning.planners import planner
 from longctx.planning.planners.bins import derived_degrees
 from longctx.planning.planners.degree_table import DegreeTable, _degrees
 from longctx.planning.planners.few_documents import _choices, _Costs, _placed, with_other_degrees
@@ -291,6 +293,18 @@ def test_short_documents_of_a_few_stay_whole() -> None:
     plan = make_plan(TEN, ranks=8, tokens_per_rank=16384, profile=H100)
     assert plan.degrees[1] >= 7
     assert plan.gap < 0.011
+
+
+def test_short_documents_stay_whole_in_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    for _ in range(2):
+        plans.append(
+            make_plan(TEN * 3, ranks=8, tokens_per_rank=16384, profile=H100, pipeline=Pipeline(2))
+        )
+        monkeypatch.setattr(planner, "_with_fewer_splits", lambda given, best: best)
+    whole, split = plans
+    assert whole.degrees[1] > split.degrees[1]
+    assert whole.makespan_s <= split.makespan_s * (1 + DEFAULT.few_gap)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import Assignment
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.parts import PartCosts
 from longctx.planning.planners.finer_slots import halves, on_finer_slots
 from longctx.planning.planners.packing import PlacedRings, fill, place_rings
 from longctx.planning.planners.planning_input import Candidate, PlanningInput
@@ -151,13 +152,18 @@ def test_whole_documents_cost_at_most_their_share(seed: int, ranks: int, gap: fl
     st.lists(st.integers(2, 30_000), min_size=1, max_size=20),
     st.integers(2, 9),
     st.sampled_from([0.0, 0.01]),
+    st.booleans(),
 )
 def test_what_a_document_takes_is_what_its_ranks_lose_without_it(
-    lengths: list[int], ranks: int, price_s: float
+    lengths: list[int], ranks: int, price_s: float, has_sources: bool
 ) -> None:
     """But for the tokens that do not divide evenly, where exchange takes no time."""
     profile = replace(FREE, split_document_s=price_s)
     step = PlanningInput(profile, np.array(lengths), ranks, 1 << 30)
+    if has_sources:
+        sources = tuple(length - 1 for length in lengths)
+        # Tokens of sources take 1.9 times as long as a mean one.
+        step = replace(step, sources=sources, parts=PartCosts(products=1.9))
     degree = np.array([1 + length % ranks for length in lengths])
     zeros = np.zeros_like(degree)
     plan = step.candidate("drawn", Assignment.alternating(zeros, zeros, degree))
