@@ -47,9 +47,7 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
         f"{plan.tokens_per_rank:,} tokens",
         f"{len(plan.lengths):,} documents, {tokens:,} tokens, longest {max(plan.lengths):,}"
         + (f"   from {escape(source)}" if source else ""),
-        f"step time [bold]{plan.makespan_s:.4g} s[/bold] (modelled)   lower bound "
-        f"{plan.lower_bound_s:.4g} s   gap [bold]{plan.gap:.1%}[/bold]   exposed exchange "
-        f"{plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
+        *_times(plan),
         f"{len(plan.micro_batches)} micro-batch{'es' * (len(plan.micro_batches) > 1)}   "
         f"exchange rounds {'–'.join(map(str, sorted({min(rounds), max(rounds)})))}   planned in "
         f"{plan.planning_ms:.0f} ms",
@@ -73,6 +71,15 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
         )
     for line in lines:
         console.print(line, highlight=False)
+
+
+def _times(plan: Plan) -> list[str]:
+    """Returns the modelled time of a step and its bound, and the shares that are lost."""
+    return [
+        f"step time [bold]{plan.makespan_s:.4g} s[/bold] (modelled)   lower bound "
+        f"{plan.lower_bound_s:.4g} s   gap [bold]{plan.gap:.1%}[/bold]",
+        f"exposed exchange {plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
+    ]
 
 
 def _degrees(plan: Plan, console: Console) -> None:

@@ -132,6 +132,7 @@ def test_the_agent_runs_as_it_is_printed(
 ) -> None:
     """With an engine and an environment that make completions of the prompt."""
     import datasets
+    import peft
     import trl
 
     as_rank_alone()
@@ -157,6 +158,7 @@ def test_the_agent_runs_as_it_is_printed(
         "dynamic_context_parallel": dynamic_context_parallel,
         "solved": lambda completions, **_: [float(len(each)) for each in completions],
         "play": play,
+        "LoraConfig": peft.LoraConfig,
         "tasks": datasets.Dataset.from_list(QUESTIONS),
     }
     exec(text.replace("Qwen/Qwen3-8B", str(checkpoints / "causal")), names)
