@@ -30,8 +30,8 @@ class Latents:
         """Arguments and results of the last call, until attention takes them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a model has its own method.
-        return MethodType, (getattr(type(self.layer), METHOD), self.layer)
+        # A copy of a model, and a pickled one, has its own method.
+        return own_method, (self.layer, METHOD)
 
     def __call__(
         self, latent: torch.Tensor, rotary: torch.Tensor
@@ -55,6 +55,11 @@ class Latents:
             for weight in part.parameters()
             if weight.requires_grad
         ]
+
+
+def own_method(layer: nn.Module, name: str) -> MethodType:
+    """Returns a method of a module that its class has."""
+    return MethodType(getattr(type(layer), name), layer)
 
 
 def used_parts(layer: nn.Module) -> list[nn.Module]:
