@@ -58,7 +58,11 @@ class LongDocuments:
         self._own = own.to(ring.device)
         self._received = _received_positions(ring)
 
-    def gather(self, keys: Tensor, layer: int | None) -> list[tuple[Shard, Tensor]]:
+    def gather(
+        self,
+        keys: Tensor,
+        layer: int | None,
+    ) -> list[tuple[Shard, Tensor]]:
         """Returns for each long document of this rank the index keys of its tokens [length, width].
 
         `keys` [tokens, width] are those of this rank's tokens. Those that none of its queries sees
@@ -85,7 +89,11 @@ class LongDocuments:
             gathered.append((shard, whole[shard.document]))
         return gathered
 
-    def attention(self, ring: RingAttention, selected: Tensor) -> RingAttention:
+    def attention(
+        self,
+        ring: RingAttention,
+        selected: Tensor,
+    ) -> RingAttention:
         """Returns attention in which the queries of long documents see only selected keys.
 
         `ring` is that of this micro-batch. `selected` [tokens, most] are positions in the document

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from longctx.attention.exchange import Exchange
 from longctx.attention.indexed import LongDocuments, queries_of
+from longctx.attention.keeping import contexts
 from longctx.attention.kernels.selected import SelectedKernel
 from longctx.data.packing import pack_documents
 from longctx.hf.attention import model_inputs, prepare
@@ -72,6 +73,8 @@ class Case:
     lengths: tuple[int, ...] = LENGTHS
     lora: bool = False
     recompute: bool = False
+    kept: bool = False
+    """Whether recomputation keeps what attention returned."""
     sharded: bool = False
     fault: str = ""
     dtype: torch.dtype = torch.float32
@@ -107,7 +110,8 @@ def step(case: Case) -> tuple[float, list[Tensor], dict[str, int]]:
     model = make_model(case)
     prepare(model)
     if case.recompute:
-        model.gradient_checkpointing_enable()
+        options = {"use_reentrant": False} | ({"context_fn": contexts} if case.kept else {})
+        model.gradient_checkpointing_enable(options)
     if case.sharded:
         shard(model)
     ranks = dist.get_world_size()

@@ -51,6 +51,19 @@ class _Block(NamedTuple):
         return of_groups.sum(2)
 
 
+def workspace(queries: int, *, keys: int, heads: int, head_dim: int) -> int:
+    """Returns the bytes that `SelectedKernel.backward` allocates, of float32: gradients and delta,
+    three matrices of a block's scores, which keys it sees, and the keys and values of its heads."""
+    seen = BLOCK_QUERIES * keys
+    scores = 4 * seen
+    rows = 4 * keys * head_dim
+    at_once = max(1, BLOCK_BYTES // scores)
+    at_once = min(heads, at_once)
+    of_head = 3 * scores + 4 * rows
+    gradients = 4 * heads * head_dim * (3 * queries + 2 * keys)
+    return gradients + at_once * of_head + 2 * seen
+
+
 @dataclass(frozen=True)
 class SelectedKernel:
     """Both passes of `contract` for one call; queries that see none of its keys get the lowest lse,

@@ -42,7 +42,7 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     for rule in (_missing, _stores, _files, _bins, _shares, _groups):
         problems += rule(config)
     if spec is not None:
-        for rule_on_model in (_layers, _tensor, _experts):
+        for rule_on_model in (_layers, _tensor, _experts, _compiled):
             problems += rule_on_model(config, spec)
     if world_size is not None:
         problems += process_rules(config, world_size)
@@ -209,6 +209,19 @@ def _groups(config: Config) -> Iterator[Problem]:
                 rule,
                 "correct it, or escape special characters with \\",
             )
+
+
+def _compiled(config: Config, spec: ModelSpec) -> Iterator[Problem]:
+    """Checks that blocks are compiled only where a program can hold their attention."""
+    if config.train.compile and spec.selects_keys:
+        rule = "indexers select other keys in every micro-batch, which no compiled program holds"
+        yield Problem(
+            "train.compile",
+            True,
+            rule=rule,
+            fix="omit it",
+            others=(),
+        )
 
 
 def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ Indexers have no gradients, as in transformers: their weights are frozen.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,8 +24,10 @@ from longctx.attention.keeping import kept
 from longctx.attention.linear import not_compiled
 from longctx.attention.ring import RingAttention
 from longctx.hf.exactness import Alone, HuggingFaceError
-from longctx.hf.latents import own_method
 from longctx.hf.masks import CausalMask
+from longctx.planning.cost.indexed import Index, with_index
+from longctx.planning.cost.spec import LayerSpec
+from longctx.planning.layout import Span
 
 CHILD = "indexer"
 ASKS = "update_indexer"
@@ -48,8 +50,8 @@ class Indexed:
         self.indexer = indexer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a model, and a pickled one, has its own method.
-        return own_method, (self.indexer, "forward")
+        # A copy of a model, and a pickled one, has its own method, of its class.
+        return getattr, (self.indexer, "forward")
 
     def __call__(self, *arguments: Any, **named: Any) -> "Selection":
         return Selection(self.indexer, arguments, named)
@@ -60,45 +62,55 @@ class Selection:
     them."""
 
     def __init__(
-        self, indexer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+        self,
+        indexer: nn.Module,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
     ) -> None:
         self.indexer = indexer
         self.most: int = indexer.index_topk  # type: ignore[assignment]  # of modules
         signature = inspect.signature(type(indexer).forward)
-        self._inputs = signature.bind(indexer, *arguments, **named).arguments
+        bound = signature.bind(indexer, *arguments, **named)
+        self._inputs: dict[str, Any] = bound.arguments
         self._selected: Tensor | None = None
 
     @not_compiled
     def attention(self, ring: Any, layer: int | None) -> Any:
         """Returns ring attention, or `Alone`, with the selected keys; as it is if no document of
         this rank is longer than what is selected."""
+        # Weights of the indexer are sharded again once its own layer is done: others only reuse.
         if isinstance(ring, Alone):  # every token sees itself
-            ring.seen.append(self._keys())
+            if self._inputs:
+                ring.seen.append(self._keys())
+                self._inputs = {}
             return ring
-        by_most = _LONG.setdefault(ring, {})
-        if self.most not in by_most:
-            by_most[self.most] = LongDocuments(ring, self.most)
-        long = by_most[self.most]
+        long = _long_documents(ring, self.most)
         if self._selected is None:
             self._selected = self._select(long, layer)
             self._inputs = {}
-        return long.attention(ring, self._selected) if long.shards else ring
+        if not long.shards:
+            return ring
+        return long.attention(ring, self._selected)
 
     @kept
     @torch.no_grad()
     def _select(self, long: LongDocuments, layer: int | None) -> Tensor:
         """Returns the positions in its document of the keys that each token sees, int32 [tokens,
         most]; -1: not selected by an indexer."""
-        keys = self._keys()
         if not long.shards:
-            return keys.new_empty(0, dtype=torch.int32)
+            return torch.empty(0)
+        keys = self._keys()
         selected = keys.new_full((len(keys), self.most), -1, dtype=torch.int32)
         for shard, whole in long.gather(keys, layer):
             places = torch.arange(shard.length, device=keys.device)
             answer = _Answer(whole)
             for run in queries_of(shard):
                 for rows, positions in self._blocks(run, shard.length):
-                    queries = torch.arange(positions.start, positions.stop, device=keys.device)
+                    queries = torch.arange(
+                        positions.start,
+                        positions.stop,
+                        device=keys.device,
+                    )
                     mask = places <= queries.unsqueeze(1)
                     part = slice(rows.start, rows.stop)
                     found = self._run(part, mask.unsqueeze(0), answer)
@@ -106,7 +118,9 @@ class Selection:
         return selected
 
     def _blocks(
-        self, run: tuple[range, tuple[int, int]], length: int
+        self,
+        run: tuple[range, Span],
+        length: int,
     ) -> Iterator[tuple[range, range]]:
         """Yields rows and positions of blocks of a run of queries that see up to `length` keys."""
         heads: int = getattr(self.indexer, "n_heads", 1)
@@ -130,10 +144,20 @@ class Selection:
 
     def _run(self, rows: slice, mask: Tensor | None, cache: Any) -> Tensor:
         """Runs the indexer's own code on some rows, with the mask [1, rows, keys]."""
-        inputs = {name: _cut(value, rows, mask) for name, value in self._inputs.items()}
+        inputs = {}
+        for name, value in self._inputs.items():
+            inputs[name] = _cut(value, rows, mask)
         inputs["past_key_values"] = cache
         found: Tensor = type(self.indexer).forward(**inputs)
         return found
+
+
+def _long_documents(ring: RingAttention, most: int) -> LongDocuments:
+    """Returns the documents of a micro-batch of which `most` keys are selected, made once."""
+    by_most = _LONG.setdefault(ring, {})
+    if most not in by_most:
+        by_most[most] = LongDocuments(ring, most)
+    return by_most[most]
 
 
 def _cut(value: Any, rows: slice, mask: Tensor | None) -> Any:
@@ -142,7 +166,9 @@ def _cut(value: Any, rows: slice, mask: Tensor | None) -> Any:
         return mask
     if isinstance(value, tuple):
         return tuple(_cut(each, rows, mask) for each in value)
-    return value[:, rows] if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value[:, rows]
+    return value
 
 
 class _Found(Exception):
@@ -205,7 +231,39 @@ def _parameters_of_cache() -> list[str]:
     from transformers import Cache
 
     method = getattr(Cache, ASKS, None)
-    return [] if method is None else list(inspect.signature(method).parameters)[1:]
+    if method is None:
+        return []
+    _, *others = inspect.signature(method).parameters
+    return others
+
+
+def _selected_in(blocks: Iterable[nn.Module]) -> int:
+    """Returns the number of keys that the first indexer selects."""
+    first: Any = next(indexer for block in blocks for indexer in indexers(block))
+    return int(first.index_topk)
+
+
+def indexed_layers(
+    layers: Sequence[LayerSpec],
+    blocks: Sequence[nn.Module],
+) -> tuple[LayerSpec, ...]:
+    """Returns the sizes of blocks, of those without a window with indexed attention."""
+    found: list[LayerSpec] = []
+    lent = False  # whether the next block uses what an earlier one selected
+    for layer, block in reversed(list(zip(layers, blocks, strict=True))):
+        own = indexers(block)
+        if layer.window is not None:
+            index = Index()
+        elif own:
+            indexer: Any = own[0]
+            most = indexer.index_topk
+            index = Index(indexer.n_heads, indexer.head_dim, selected=most, lent=lent)
+            lent = False
+        else:
+            index = Index(selected=_selected_in(blocks))
+            lent = True
+        found.append(with_index(layer, index))
+    return tuple(reversed(found))
 
 
 def replace_indexers(model: nn.Module) -> None:

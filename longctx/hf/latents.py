@@ -7,7 +7,6 @@ the name of a model; a layer of another form sends K and V.
 """
 
 import inspect
-from types import MethodType
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ class Latents:
         """Arguments and results of the last call, until attention takes them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a model, and a pickled one, has its own method.
-        return own_method, (self.layer, METHOD)
+        # A copy of a model, and a pickled one, has its own method, of its class.
+        return getattr, (self.layer, METHOD)
 
     def __call__(
         self, latent: torch.Tensor, rotary: torch.Tensor
@@ -55,11 +54,6 @@ class Latents:
             for weight in part.parameters()
             if weight.requires_grad
         ]
-
-
-def own_method(layer: nn.Module, name: str) -> MethodType:
-    """Returns a method of a module that its class has."""
-    return MethodType(getattr(type(layer), name), layer)
 
 
 def used_parts(layer: nn.Module) -> list[nn.Module]:

@@ -106,6 +106,15 @@ def test_options_are_exact(workers: Workers, case: Case) -> None:
     assert_exact(workers, case, ranks=3)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_recomputation_keeps_what_was_selected(workers: Workers, kind: str) -> None:
+    once = assert_exact(workers, Case(kind), ranks=3)
+    kept = assert_exact(workers, Case(kind, recompute=True, kept=True), ranks=3)
+    twice = assert_exact(workers, Case(kind, recompute=True), ranks=3)
+    assert [sent["index"] for sent in kept] == [sent["index"] for sent in once]
+    assert [sent["index"] for sent in twice] == [2 * sent["index"] for sent in once]
+
+
 def test_short_documents_send_no_index_keys(workers: Workers) -> None:
     few, none = Case(settings={"index_topk": 90}), Case(settings={"index_topk": 130})
     sent_few = assert_exact(workers, few, ranks=3)
