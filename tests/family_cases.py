@@ -18,8 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longctx.data.packing import pack_documents
-from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
-from longctx.hf.linear import restore_linear
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare, restore_layers
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, gradients, make_documents, unpacked
@@ -156,7 +155,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "adapter_in_dim": 32,
             "adapter_out_dim": 32,
         },
-        "audio_config": {"adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "dots3_note_text": _DOTS3,
     "reformer": {
@@ -282,7 +281,7 @@ def _classify(kind: str) -> Finding:
         and router_loss_is_refused(model, documents)
     )
     model.set_attn_implementation(plain)
-    restore_linear(model)
+    restore_layers(model)
     model.zero_grad()
     unseparated(model, documents).backward()
     mixing = largest_error(gradients(model), expected)

@@ -92,6 +92,13 @@ class Selection:
             return ring
         return long.attention(ring, self._selected)
 
+    def new_ones(self, *_: Any, **__: Any) -> Tensor:
+        """Raises HuggingFaceError: attention of transformers begins its mask with this method."""
+        raise HuggingFaceError(
+            f"{type(self.indexer).__name__} was called without a layout: call the model as "
+            "model(**model_inputs(model, batch, ..)), see longctx.hf.attention"
+        )
+
     @kept
     @torch.no_grad()
     def _select(self, long: LongDocuments, layer: int | None) -> Tensor:

@@ -107,6 +107,12 @@ EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
         "train.compile",
         "indexers select other keys in every micro-batch",
     ),
+    "merged prefixes with indexers": (
+        ["model.from_pretrained=deepseek_v32", "data.merge_prefixes=true"],
+        None,
+        "data.merge_prefixes",
+        "select keys by their place in one sequence",
+    ),
     "epochs of a mix": (
         ["data.store=[{path: a, weight: 3}]", "train.epochs=2"],
         None,

@@ -20,10 +20,11 @@ from longctx.hf.attention import HuggingFaceError, Rings, model_inputs, prepare,
 from longctx.hf.indexed import Indexed, indexers
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.tree import ROOT, Tree
+from longctx.trainers.families import Causal
 from tests import indexed_cases as cases
 from tests.data_cases import placed_plan
 from tests.family_cases import GRADIENT_TOLERANCE, LOSS_TOLERANCE, build, largest_error
-from tests.huggingface_cases import make_documents, one_document
+from tests.huggingface_cases import build_model, make_documents, one_document
 from tests.indexed_cases import KINDS, Case
 from tests.marks import slow_unless
 from tests.workers import Workers
@@ -221,3 +222,16 @@ def test_swapped_heads_are_refused() -> None:
     inputs["ring_attention"] = Rings(swapped)
     with pytest.raises(HuggingFaceError, match="use no Ulysses"):
         model(**inputs)
+
+
+def test_an_indexer_without_a_layout_is_an_error() -> None:
+    model = cases.make_model(Case())
+    prepare(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(HuggingFaceError, match="DeepseekV32Indexer was called without a layout"):
+        model(input_ids=torch.arange(8)[None], use_cache=False)
+
+
+def test_trainers_do_not_merge_prefixes() -> None:
+    assert not Causal(cases.make_model(Case())).merges_prefixes
+    assert Causal(build_model("llama", "sdpa")).merges_prefixes
