@@ -14,8 +14,10 @@ Single elements can lose more digits if partial results nearly cancel. The schem
 (Liu et al., 2023) with the placement of Llama 3 (§3.3.2).
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Compressed
 from longctx.attention.inputs import TENSORS, AttentionInputError, CheckedAttention, Queries
 from longctx.attention.masks import CAUSAL, EVERYTHING, Mask
-from longctx.attention.ring_pass import NO_LAYER
+from longctx.attention.ring_pass import NO_LAYER, Choose, choose_by_name
 from longctx.attention.ring_schedule import RingSchedule
 from longctx.planning.layout import CrossLayout, Layout
 
@@ -163,8 +165,10 @@ class RingAttention(CheckedAttention):
         self.scale = scale
         self.softcap = softcap
         self.kernel = kernel
+        self.choose: Choose = partial(choose_by_name, kernel)
         self.keep_kv = keep_kv
         self.deterministic = deterministic
+        self.ranks_per_node = ranks_per_node
         self.across: tuple[dist.ProcessGroup, int] | None = None
         if across is not None and ranks_per_node:
             self.across = across, ranks_per_node
@@ -174,6 +178,14 @@ class RingAttention(CheckedAttention):
         self.handle = operator.register(self)
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""
+
+    def choosing(self, choose: Choose) -> "RingAttention":
+        """Returns attention with the same schedule and other kernels."""
+        other = copy.copy(self)
+        other.choose = choose
+        other.begun = {}
+        other.handle = operator.register(other)
+        return other
 
     def attend(
         self,

@@ -11,13 +11,19 @@ from torch import Tensor
 
 from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Expanding
-from longctx.attention.kernels import Kernel, Options, choose_kernel
-from longctx.attention.kernels.contract import request_of
+from longctx.attention.kernels import Options, choose_kernel
+from longctx.attention.kernels.contract import Computes, KernelRequest, request_of
 from longctx.attention.ring_schedule import ExchangeRound, Hop, RingSchedule
 from longctx.attention.segment_builder import Call, RowSet
-from longctx.attention.segments import Segments
 
 NO_LAYER = -1
+Choose = Callable[[KernelRequest, Call], Computes]
+"""Returns the kernel of a call. Raises KernelError if none supports it."""
+
+
+def choose_by_name(name: str, request: KernelRequest, _: Call) -> Computes:
+    """Returns the kernel called `name`, or for `auto` the first one that supports the call."""
+    return choose_kernel(name, request)
 
 
 class Ring(Protocol):
@@ -31,7 +37,7 @@ class Ring(Protocol):
     routes: Routes
     scale: float | None
     softcap: float
-    kernel: str
+    choose: Choose
     keep_kv: bool
     deterministic: bool
     begun: dict[int, Any]
@@ -111,7 +117,7 @@ class RingPass:
     ) -> tuple[Tensor, Tensor]:
         """Returns out and lse of a kernel call. Raises KernelError if no kernel supports it."""
         k, v = self.keys(k, v, received=received, call=call)
-        kernel = self._kernel(q, k, v, call.segments)
+        kernel = self._kernel(q, k, v, call)
         return kernel.forward(q, k, v, call.segments, self.options(q))
 
     def backward(
@@ -130,14 +136,12 @@ class RingPass:
         travelled."""
         if self.expanding is None or call.rows is None or received is None:
             k, v = self.keys(k, v, received=received, call=call)
-            return self._backward(dout, q, k, v, out=out, lse=lse, segments=call.segments)
+            return self._backward(dout, q, k, v, out=out, lse=lse, call=call)
         first, second = self._rows(received, call.rows)
         rows = first.detach().requires_grad_(), second.detach().requires_grad_()
         with self.expanding.differentiable():
             k, v = self.expanding.keys(rows[0], rows[1])
-        dq, dk, dv = self._backward(
-            dout, q, k.detach(), v.detach(), out=out, lse=lse, segments=call.segments
-        )
+        dq, dk, dv = self._backward(dout, q, k.detach(), v.detach(), out=out, lse=lse, call=call)
         dfirst, dsecond = self.expanding.gradients(rows, (k, v), dk, dv)
         return dq, dfirst, dsecond
 
@@ -150,23 +154,23 @@ class RingPass:
         *,
         out: Tensor,
         lse: Tensor,
-        segments: Segments,
+        call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kernel = self._kernel(q, k, v, segments)
-        return kernel.backward(dout, q, k, v, out, lse, segments, self.options(q))
+        kernel = self._kernel(q, k, v, call)
+        return kernel.backward(dout, q, k, v, out, lse, call.segments, self.options(q))
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Kernel:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Computes:
         ring, bands = self.ring, self.schedule.bands
         request = request_of(
             q,
             k,
             v,
-            segments,
+            call.segments,
             bands=bands,
             softcap=bool(ring.softcap),
             deterministic=ring.deterministic,
         )
-        return choose_kernel(ring.kernel, request)
+        return ring.choose(request, call)
 
     def steps(
         self, k: Tensor, v: Tensor, kept_rows: Tensor, *, fetch: bool

@@ -70,10 +70,11 @@ class Hop:
 @dataclass(frozen=True)
 class ExchangeRound:
     """Messages and kernel calls of one exchange round. The calls index the rows received by its one
-    or two hops, in order."""
+    or two hops, in order; `keys` are their documents and positions."""
 
     hops: tuple[Hop, ...]
     calls: tuple[Call, ...]
+    keys: tuple[tuple[int, SpanRows], ...]
 
     @cached_property
     def received_rows(self) -> int:
@@ -439,8 +440,10 @@ def _round(
                     sends[message.peer] += held.part(start, stop)
         outgoing = tuple((peer, RowSet.of(ranges, device)) for peer, ranges in sends.items())
         hops.append(Hop(sends=outgoing, receives=tuple(receives.items())))
-    documents_here = (
-        (document.own_queries, runs, document.areas)
-        for document, runs in zip(documents, keys, strict=True)
-    )
-    return ExchangeRound(tuple(hops), gathered_calls(documents_here, device))
+    documents_here = []
+    received = []
+    for document, runs in zip(documents, keys, strict=True):
+        documents_here.append((document.own_queries, runs, document.areas))
+        received += [(document.keys.document, run) for run in runs]
+    calls = gathered_calls(documents_here, device)
+    return ExchangeRound(tuple(hops), calls=calls, keys=tuple(received))

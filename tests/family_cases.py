@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longctx.data.packing import pack_documents
-from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
-from longctx.hf.linear import restore_linear
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare, restore_layers
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, gradients, make_documents, unpacked
@@ -56,7 +60,7 @@ SMALL: dict[str, Any] = {
         "moe_topk moe_top_k top_k_experts num_layers_per_stack swa_num_key_value_heads",
         8: "head_dim qk_rope_head_dim v_head_dim kv_channels d_kv d_head dim_head "
         "attention_head_dim attention_head_size "
-        "index_head_dim swa_head_dim rotary_dim",
+        "index_head_dim swa_head_dim rotary_dim index_topk",
         1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts "
         "moe_num_shared_experts "
         "first_k_dense_replace num_dense_layers",
@@ -72,14 +76,27 @@ LATENT = (
     "bailing_hybrid",
     "deepseek_v3",
     "deepseek_v32",
-    "dots3_note_text",
     "glm4_moe_lite",
-    "glm_moe_dsa",
 )
 LATENT += ("kimi_linear", "minicpm3", "youtu")
 """Latent attention: equal numbers of key and query heads."""
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_DOTS3 = {
+    "num_key_value_heads": 4,
+    "sliding_window": 16,
+    "shared_experts_intermediate_size": 16,
+    **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
+    **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
+    "swa_head_dim": 24,
+    "swa_v_head_dim": 8,
+}
+_SHARED_INDEX = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "indexer_types": ["full", "shared", "full", "shared"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
 _HEADS = {"num_key_value_heads": 2, "head_dim": 8}
 _INDEXER = {
     "indexer_n_heads": 4,
@@ -114,8 +131,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
+    "glm_moe_dsa": _SHARED_INDEX,
+    "glm5_next": {
+        "text_config": {"num_key_value_heads": 4, "index_kpool": 4, "qk_rope_head_dim": 0}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "hy_v4": _SHARED_INDEX,
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -126,7 +148,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {
+            "mlp_layer_types": ["dense", "dense"],
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "dots3_note_text": _DOTS3,
     "reformer": {
         "axial_pos_embds": False,
         "attn_layers": ["local", "local"],
@@ -187,8 +218,9 @@ def kinds_of_layers(config_class: Any) -> dict[str, Any]:
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)} if len(kinds) > 1 else {}
 
 
-def make_config(kind: str) -> Any:
-    """Returns the config of a tiny model with every kind of layer of the type's default."""
+def make_config(kind: str, **more: Any) -> Any:
+    """Returns the config of a tiny model with every kind of layer of the type's default, and with
+    `more` settings."""
     config_class = CONFIG_MAPPING[kind]
     settings = small_settings(config_class)
     for name, inside in config_class.sub_configs.items():
@@ -196,16 +228,17 @@ def make_config(kind: str) -> Any:
         if hasattr(inside, "__dataclass_fields__"):
             settings[name] = {**small_settings(inside), **kinds_of_layers(inside)}
     settings |= kinds_of_layers(config_class)
-    for name, value in SPECIAL.get(kind, {}).items():
+    for name, value in {**SPECIAL.get(kind, {}), **more}.items():
         settings[name] = {**settings.get(name, {}), **value} if name.endswith("_config") else value
     return config_class(**settings)
 
 
-def build(kind: str, attention: str) -> PreTrainedModel:
+def build(kind: str, attention: str, **settings: Any) -> PreTrainedModel:
     """Builds a model of a type with weights large enough for attention to matter."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        make_config(kind), attn_implementation=attention
+    makes: Any = AutoModelForCausalLM if kind in FAMILIES else AutoModelForImageTextToText
+    model: PreTrainedModel = makes.from_config(
+        make_config(kind, **settings), attn_implementation=attention
     ).float()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -248,7 +281,7 @@ def _classify(kind: str) -> Finding:
         and router_loss_is_refused(model, documents)
     )
     model.set_attn_implementation(plain)
-    restore_linear(model)
+    restore_layers(model)
     model.zero_grad()
     unseparated(model, documents).backward()
     mixing = largest_error(gradients(model), expected)

@@ -81,7 +81,7 @@ def model(kind: str = "qwen2") -> Any:
         return transformers.Mamba2ForCausalLM(
             transformers.Mamba2Config(**sizes, num_heads=8, head_dim=8, n_groups=2)
         )
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v3", "deepseek_v32"):
         sizes |= {
             "num_key_value_heads": 4,
             "q_lora_rank": 16,
@@ -90,7 +90,16 @@ def model(kind: str = "qwen2") -> Any:
             "v_head_dim": 12,
         }
         sizes |= {"qk_rope_head_dim": 8, "first_k_dense_replace": 2}
-        return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+        if kind == "deepseek_v3":
+            return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+        sizes |= {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 8}
+        sizes |= {"mlp_layer_types": ["dense", "dense"]}
+        indexed = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**sizes))
+        for layer in indexed.model.layers:
+            # Rounding decides between keys of almost equal scores; with few heads many are 0, of
+            # which transformers chooses others in padded rows.
+            layer.self_attn.indexer.wk.weight.data *= 30
+        return indexed
     if kind == "arcee":
         return transformers.ArceeForCausalLM(transformers.ArceeConfig(**sizes))
     if kind in ("bert", "roberta", "modernbert"):

@@ -100,12 +100,8 @@ class BackwardSizes(NamedTuple):
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Kernel(Protocol):
-    """The interface above, as implemented by a module."""
-
-    def refusal(self, request: KernelRequest) -> str | None: ...
-
-    def workspace(self, sizes: BackwardSizes) -> int: ...
+class Computes(Protocol):
+    """Both passes of the interface above."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
@@ -122,3 +118,11 @@ class Kernel(Protocol):
         segments: Segments,
         options: Options,
     ) -> Gradients: ...
+
+
+class Kernel(Computes, Protocol):
+    """The interface above, as implemented by a module."""
+
+    def refusal(self, request: KernelRequest) -> str | None: ...
+
+    def workspace(self, sizes: BackwardSizes) -> int: ...

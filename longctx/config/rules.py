@@ -42,7 +42,7 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     for rule in (_missing, _stores, _files, _bins, _shares, _groups):
         problems += rule(config)
     if spec is not None:
-        for rule_on_model in (_layers, _tensor, _experts):
+        for rule_on_model in (_layers, _tensor, _experts, _indexed):
             problems += rule_on_model(config, spec)
     if world_size is not None:
         problems += process_rules(config, world_size)
@@ -209,6 +209,28 @@ def _groups(config: Config) -> Iterator[Problem]:
                 rule,
                 "correct it, or escape special characters with \\",
             )
+
+
+def _indexed(config: Config, spec: ModelSpec) -> Iterator[Problem]:
+    """Checks what attention to keys that an indexer selects cannot do."""
+    if config.data.merge_prefixes and spec.selects_keys:
+        rule = "indexers of this model select keys by their place in one sequence"
+        yield Problem(
+            "data.merge_prefixes",
+            True,
+            rule=rule,
+            fix="omit it",
+            others=("model.from_pretrained",),
+        )
+    if config.train.compile and spec.selects_keys:
+        rule = "indexers select other keys in every micro-batch, which no compiled program holds"
+        yield Problem(
+            "train.compile",
+            True,
+            rule=rule,
+            fix="omit it",
+            others=("model.from_pretrained",),
+        )
 
 
 def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:

@@ -130,6 +130,8 @@ class Config(BaseModel):
             return False
         if spec is not None and any(layer.experts or layer.scan for layer in spec.layers):
             return False
+        if spec is not None and spec.selects_keys:
+            return False
         return self.parallel.tensor_parallel_size == 1 and self.train.mlp_tile_tokens is None
 
     def domain(self, world_size: int) -> int:

@@ -38,6 +38,7 @@ from longctx.attention.ring import RULES, RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
 from longctx.hf.exactness import (
+    LINEAR_TYPES,
     HuggingFaceError,
     Kind,
     check_config,
@@ -46,6 +47,7 @@ from longctx.hf.exactness import (
     refuse_arguments,
     replaced,
 )
+from longctx.hf.indexed import INDEXED_TYPE, Selection, indexers, replace_indexers, restore_indexers
 from longctx.hf.latents import latents_of, send_keys, send_latents
 from longctx.hf.linear import linear_layers, replace_linear, restore_linear
 from longctx.hf.masks import (
@@ -107,8 +109,7 @@ def prepare(model: Any, *, causal: bool = True, head: bool = True) -> None:
             check_model(model, first_position(model), causal=causal, head=head)
     except HuggingFaceError:
         model.set_attn_implementation(before)
-        restore_linear(model)
-        send_keys(model)
+        restore_layers(model)
         raise
     _PREPARED.add(model)
 
@@ -138,8 +139,7 @@ def replace_attention(model: Any, causal: bool = True) -> str:
             f"{name} computes attention itself, not through transformers' attention interface, so "
             "its attention cannot be replaced: use another model"
         )
-    replace_linear(model)
-    send_latents(model)
+    replace_layers(model)
     base = model.base_model
     if base not in _HOOKS:
         begin = base.register_forward_pre_hook(_begin_forward, with_kwargs=True)
@@ -151,6 +151,20 @@ def replace_attention(model: Any, causal: bool = True) -> str:
         # One expert after the other; for good, as plain training needs it too.
         model.set_experts_implementation("eager")
     return before
+
+
+def replace_layers(model: Any) -> None:
+    """Lets layers other than softmax attention of whole keys and values use the layout."""
+    replace_linear(model)
+    replace_indexers(model)
+    send_latents(model)
+
+
+def restore_layers(model: Any) -> None:
+    """Undoes `replace_layers`."""
+    restore_linear(model)
+    restore_indexers(model)
+    send_keys(model)
 
 
 def _register() -> None:
@@ -193,11 +207,13 @@ def first_position(model: Any) -> int:
 
 
 def _check_configs(model: Any) -> None:
-    linear = bool(linear_layers(model))
+    types = list(LINEAR_TYPES) if linear_layers(model) else []
+    if indexers(model):
+        types.append(INDEXED_TYPE)
     for config in {
         id(config): config for config in (model.config, *configs_of_parts(model))
     }.values():
-        check_config(config, linear)
+        check_config(config, types)
 
 
 def configs_of_parts(model: Any) -> list[Any]:
@@ -442,13 +458,15 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: Selection | None = None,
     ring_attention: Rings | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention for transformers, which calls this function in every layer.
 
     Takes query [1, heads, tokens, head_dim], and key and value [1, kv_heads, tokens, ..]; returns
-    ([1, tokens, heads, v_head_dim], None). `s_aux` [heads] are the learned sink logits of gpt-oss.
+    ([1, tokens, heads, v_head_dim], None). `s_aux` [heads] are the learned sink logits of gpt-oss;
+    `indices` stand for the keys that an indexer selects.
     Encoders have `causal` False. Raises HuggingFaceError for arguments that would change the result
     and are not supported.
     """
@@ -479,9 +497,16 @@ def attend(
     refuse_arguments(name, others)
     window = one_window(attention_mask, sliding_window, causal)
     attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
+    layer = getattr(module, "layer_idx", None)
+    if indices is not None and isinstance(attention, HybridAttention):
+        raise HuggingFaceError(
+            f"{name} has an indexer that selects keys for all heads together, so heads cannot be "
+            "swapped for tokens: use no Ulysses (context.ulysses_degree 1)"
+        )
+    if indices is not None:
+        attention = indices.attention(attention, layer)
     # [1, heads, tokens, dim] → [tokens, heads, dim]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _autocast(query, key, value))
-    layer = getattr(module, "layer_idx", None)
     latents = latents_of(module, key, value, k.dtype)
     return attention(q, k, v, layer, sink_logits=s_aux, compressed=latents).unsqueeze(0), None
 

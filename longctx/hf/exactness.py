@@ -7,7 +7,7 @@ attention inputs and logits of every token may then depend only on that token an
 on nothing else in the row.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,13 +87,13 @@ def refuse_arguments(name: str, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_config(config: Any, linear: bool = False) -> None:
+def check_config(config: Any, types: Iterable[str] = ()) -> None:
     """Raises HuggingFaceError for settings with which packed or split documents would train
     differently.
 
-    `linear`: whether the model has linear layers that are supported.
+    `types` of layers are supported in this model beside LAYER_TYPES.
     """
-    known = {*LAYER_TYPES, *(LINEAR_TYPES if linear else ())}
+    known = {*LAYER_TYPES, *types}
     unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - known)
     if unknown:
         raise HuggingFaceError(
@@ -401,11 +401,9 @@ class Probe:
         finally:
             for handle in handles:
                 handle.remove()
-        if (
-            alone.expanded
-            and not poisoned
-            and self.differ(*map(list, zip(*alone.expanded, strict=True)))
-        ):
+        again = [found for found, _ in alone.expanded]
+        once = [found for _, found in alone.expanded]
+        if not poisoned and self.differ(again, once):
             raise HuggingFaceError(
                 f"{self.name} expands the latents of a token to other keys and values beside "
                 "other tokens, so those of split documents cannot be sent to other ranks: this "

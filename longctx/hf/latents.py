@@ -7,7 +7,6 @@ the name of a model; a layer of another form sends K and V.
 """
 
 import inspect
-from types import MethodType
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ class Latents:
         """Arguments and results of the last call, until attention takes them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a model has its own method.
-        return MethodType, (getattr(type(self.layer), METHOD), self.layer)
+        # A copy of a model, and a pickled one, has its own method, of its class.
+        return getattr, (self.layer, METHOD)
 
     def __call__(
         self, latent: torch.Tensor, rotary: torch.Tensor

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from longctx.hf.conversion import Tensors
+from longctx.hf.indexed import indexers
 from longctx.hf.lora_options import ALL_LINEAR, Lora, LoraError, QuantizationError
 from longctx.hf.model import OURS, TransformersModel, TransformersSource
 from longctx.hf.quantized import QuantizedLinear, quantize_layers
@@ -187,6 +188,23 @@ class AdaptedModel(TransformersModel):
         return lines
 
 
+def _in_language_model(twin: Any) -> dict[str, nn.Module]:
+    """Returns the modules of a model's language model and its head, without those of indexers,
+    whose adapters would have no gradient."""
+    head = twin.get_output_embeddings()
+    found = text_model(twin)
+    part = "" if found is None else f"{found[0]}."
+    without = set[nn.Module]()
+    for indexer in indexers(twin):
+        without.update(indexer.modules())
+    inside = {}
+    for name, module in twin.named_modules():
+        of_model = name.startswith(part) or module is head
+        if of_model and module not in without:
+            inside[name] = module
+    return inside
+
+
 def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     """Returns the names of the linear layers to adapt, in the order of the model.
 
@@ -206,13 +224,7 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     }
     matched = set[str]()
     asked = set[str]()
-    found = text_model(twin)
-    part = "" if found is None else f"{found[0]}."
-    inside = {
-        name: module
-        for name, module in twin.named_modules()
-        if name.startswith(part) or module is head
-    }
+    inside = _in_language_model(twin)
     chosen = [name for name, module in inside.items() if name in linear and module is not head]
     there_are = (
         f"{kind} has the linear layers "

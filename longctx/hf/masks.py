@@ -20,6 +20,10 @@ class CausalMask:
 
     window: int | None = None
 
+    def __getitem__(self, _: object) -> "CausalMask":
+        """Returns itself: models hand their indexers a view without heads."""
+        return self
+
 
 def describe_mask(
     *,

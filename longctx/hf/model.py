@@ -196,6 +196,12 @@ class TransformersModel(Model):
                 buffer._is_hf_initialized = True
         for parameter in self.hf.parameters():
             parameter._is_hf_initialized = True
+        for module in self.hf.modules():
+            own = list(module.parameters(recurse=False))
+            own += module.buffers(recurse=False)
+            if own and all(hasattr(tensor, "_is_hf_initialized") for tensor in own):
+                # Some compute first values of shards, in ways that torch does not know.
+                module._is_hf_initialized = True
         self.hf._initialize_missing_keys(False)
 
     def _as_transformers(

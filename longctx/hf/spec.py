@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from longctx.hf.indexed import indexed_layers, indexers
 from longctx.hf.latents import has_latents, used_parts
 from longctx.hf.linear import has_delta_rule, linear_layers, state_size
 from longctx.hf.linear_costs import LinearCosts, linear_costs
@@ -29,6 +30,7 @@ width of an MLP."""
 def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelSpec:
     """Returns the sizes of a model, from its parameters and its config."""
     config = hf.config.get_text_config()
+    blocks = list(blocks)
     # Layers may have other sizes than the config.
     by_layer = getattr(config, "per_layer_config", ())
     layers = tuple(map(_layer_spec, itertools.chain(by_layer, itertools.repeat(config)), blocks))
@@ -45,6 +47,8 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelS
             replace(layer, attends=kind not in WITHOUT_ATTENTION)
             for layer, kind in zip(layers, kinds, strict=True)
         )
+    if indexers(hf):
+        layers = indexed_layers(layers, blocks)
     embedding = hf.get_input_embeddings().weight
     head = hf.get_output_embeddings()
     return ModelSpec(

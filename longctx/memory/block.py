@@ -138,6 +138,10 @@ class BlockMemory:
         yield Entry("attention", "K and V", self.keys, NONE + AROUND_ATTENTION)
         yield Entry("attention", "output of attention", self.queries, NONE + OPERATORS)
         yield Entry("attention", "log-sum-exp", self.log_sum_exp, NONE + OPERATORS)
+        selected = self.tokens * self.layer.selection_bytes
+        yield Entry("attention", "selected keys", selected, NONE + OPERATORS)
+        lent = self.tokens * self.layer.lent_bytes
+        yield Entry("attention", "keys selected for later blocks", lent, NONE + INPUT)
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
         yield Entry(
             "attention",

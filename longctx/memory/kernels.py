@@ -11,9 +11,10 @@ from functools import cache
 
 import torch
 
-from longctx.attention.kernels import KERNELS, Kernel, KernelRequest
+from longctx.attention.kernels import KERNELS, Kernel, KernelRequest, selected
 from longctx.attention.kernels.contract import BackwardSizes
 from longctx.config import Config
+from longctx.planning.cost.indexed import IndexedLayer
 from longctx.planning.cost.spec import LayerSpec
 
 FLOAT32 = 4
@@ -41,6 +42,13 @@ def kernel_on_gpus(name: str, request: KernelRequest) -> Kernel:
 def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -> int:
     """Returns the bytes that the backward of a layer allocates on a GPU in one call of `tokens`
     queries and `keys` keys."""
+    if isinstance(layer, IndexedLayer):
+        return selected.workspace(
+            tokens,
+            keys=keys,
+            heads=layer.num_attention_heads,
+            head_dim=layer.head_dim,
+        )
     context = config.context
     split = config.parallel.tensor_parallel_size
     request = KernelRequest(

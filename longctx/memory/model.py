@@ -250,12 +250,11 @@ class RankMemory:
         largest = max(layers, key=lambda layer: layer.parameters)
         spec = replace(self.spec, hidden_size=largest.hidden_size)
         load = replace(self.load, tokens=tokens)
-        kinds = [(layer.attends, layer.scan) for layer in layers]
+        kinds = [layer.attention_in(largest) for layer in layers]
         self.layer = largest
         self.blocks = {}
-        for attends, scan in dict.fromkeys(kinds):
-            layer = replace(largest, attends=attends, scan=scan)
-            self.blocks[attends, scan] = BlockMemory(
+        for layer in dict.fromkeys(kinds):
+            self.blocks[layer] = BlockMemory(
                 spec, self.config, layer=layer, load=load, fused=self.fused
             )
         self.block = self.blocks[kinds[0]]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import Ids, MicroBatch, fill, with_source
 from longctx.hf.attention import model_inputs, row
+from longctx.hf.indexed import indexers
 from longctx.hf.vision import weights_of_images
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.layout import Layout, Span
@@ -144,6 +145,8 @@ class Causal:
 
     def __init__(self, model: Any = None) -> None:
         self.model = model
+        if model is not None and indexers(model):
+            self.merges_prefixes = False  # they select keys by their place in one sequence
 
     @classmethod
     def of(cls, model: Any, workload: Workload) -> "Causal":

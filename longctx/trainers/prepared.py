@@ -12,10 +12,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from longctx.hf.attention import packing_from_layout, prepare, remove_hooks
+from longctx.hf.attention import (
+    packing_from_layout,
+    prepare,
+    remove_hooks,
+    replace_layers,
+    restore_layers,
+)
 from longctx.hf.exactness import HuggingFaceError
-from longctx.hf.latents import send_keys, send_latents
-from longctx.hf.linear import replace_linear, restore_linear
 from longctx.trainers.kinds import is_encoder
 from longctx.trainers.refusals import TrainerError
 
@@ -40,19 +44,16 @@ def prepared(model: Any) -> Iterator[None]:
         if ring == before:
             return own(this, *arguments, **named)
         this.set_attn_implementation(before)
-        restore_linear(this)
-        send_keys(this)
+        restore_layers(this)
         try:
             return own(this, *arguments, **named)
         finally:
             this.set_attn_implementation(ring)
-            replace_linear(this)
-            send_latents(this)
+            replace_layers(this)
 
     with contextlib.ExitStack() as undo:
         undo.callback(model.set_attn_implementation, before)
-        undo.callback(restore_linear, model)
-        undo.callback(send_keys, model)
+        undo.callback(restore_layers, model)
         undo.callback(vars(model).pop, BEFORE, None)
         vars(model)[BEFORE] = _Before(model.config, before)
         for name in ("forward", "generate"):

@@ -101,6 +101,18 @@ EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
         "context.ulysses_degree",
         "split documents of this model send latents",
     ),
+    "compiled indexers": (
+        ["model.from_pretrained=deepseek_v32", "train.compile=true"],
+        None,
+        "train.compile",
+        "indexers select other keys in every micro-batch",
+    ),
+    "merged prefixes with indexers": (
+        ["model.from_pretrained=deepseek_v32", "data.merge_prefixes=true"],
+        None,
+        "data.merge_prefixes",
+        "select keys by their place in one sequence",
+    ),
     "epochs of a mix": (
         ["data.store=[{path: a, weight: 3}]", "train.epochs=2"],
         None,
@@ -121,7 +133,7 @@ EXAMPLES: dict[str, tuple[list[str], int | None, str, str]] = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    for family in ("llama", "gpt2", "deepseek_v3"):
+    for family in ("llama", "gpt2", "deepseek_v3", "deepseek_v32"):
         build(family, "eager").save_pretrained(folder / family)
     return folder
 

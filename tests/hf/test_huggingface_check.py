@@ -80,8 +80,9 @@ def test_other_mixing_of_tokens_is_noticed_without_being_declared(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr("longctx.hf.linear.LINEAR_LAYERS", ())
-    monkeypatch.setattr(exactness, "check_config", lambda config, linear=False: None)
-    monkeypatch.setattr("longctx.hf.attention.check_config", lambda config, linear=False: None)
+    monkeypatch.setattr("longctx.hf.indexed.CHILD", "no indexer")
+    monkeypatch.setattr(exactness, "check_config", lambda config, types=(): None)
+    monkeypatch.setattr("longctx.hf.attention.check_config", lambda config, types=(): None)
     expected = r"mixes tokens outside|never calls|passes .* to its attention|does not run on packed"
     with pytest.raises(HuggingFaceError, match=expected):
         prepare(build(kind, "eager"))

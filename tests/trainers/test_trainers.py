@@ -226,8 +226,8 @@ def drawn(random: np.random.Generator) -> tuple[list[int], list[int]]:
     return ids, [-100 if random.random() < 0.5 else token for token in ids]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "mamba2", "deepseek_v3"])
-def test_windows_sinks_linear_attention_and_latents(
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "mamba2", "deepseek_v3", "deepseek_v32"])
+def test_windows_sinks_linear_attention_latents_and_indexers(
     workers: Workers, tmp_path: Path, kind: str
 ) -> None:
     options = {"num_train_epochs": 1}
@@ -661,6 +661,7 @@ RESTORED: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "router": (1, "qwen3_moe", "", {"bf16": True}),
     "linear attention": (1, "mamba2", "", {}),
     "recomputed": (1, "deepseek_v3", "", {"gradient_checkpointing": True}),
+    "indexers": (1, "deepseek_v32", "", {"gradient_checkpointing": True}),
     "noise": (1, "qwen2", "", {"neftune_noise_alpha": 5.0}),
     "encoder": (2, "bert", "", {}),
     "two ranks": (2, "qwen2", "", {"bf16": True}),
@@ -895,7 +896,7 @@ def test_process_groups_end_when_a_trainer_is_restored(workers: Workers, tmp_pat
     assert workers.run(groups_made, 2, tmp_path) == [[2, 0]] * 2
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "bert", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen2", "bert", "mamba2", "deepseek_v32"])
 def test_calls_without_a_layout_copies_and_pickles_are_plain(tmp_path: Path, kind: str) -> None:
     """In callbacks, averages of weights, reference models, `torch.save(model)`; before and after
     training."""

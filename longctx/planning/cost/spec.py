@@ -3,7 +3,7 @@ profiles are computed."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -182,6 +182,29 @@ class LayerSpec:
     def expert_parameters(self) -> int:
         return sum(matrix.count * matrix.size for matrix in self.of("expert"))
 
+    def attention_in(self, other: "LayerSpec") -> "LayerSpec":
+        """Returns another block with the kind of attention that this one has."""
+        return replace(other, attends=self.attends, scan=self.scan)
+
+    def pair_values(self, float32: float = 1.0) -> float:
+        """Returns the products of a query and a key, and of a value, in all heads, per product of
+        both: heads · head size.
+
+        `float32` is the time of an operation in float32, relative to that in the dtype of the
+        matrices.
+        """
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def selection_bytes(self) -> int:
+        """Bytes per token that say which keys it sees, kept for backward; here it sees all."""
+        return 0
+
+    @property
+    def lent_bytes(self) -> int:
+        """The same, where later blocks see these keys too: kept until all are done."""
+        return 0
+
     def sent_values(self, tensor: int) -> int:
         """Returns the values per token that one of `tensor` tensor-parallel ranks sends to other
         ranks of a document."""
@@ -270,6 +293,10 @@ class ModelSpec:
     def largest_layer(self) -> LayerSpec:
         """Block with the most parameters, from which activations are estimated."""
         return max(self.layers, key=lambda layer: layer.parameters)
+
+    @property
+    def selects_keys(self) -> bool:
+        return any(layer.selection_bytes + layer.lent_bytes > 0 for layer in self.layers)
 
     @property
     def sends_latents(self) -> bool:

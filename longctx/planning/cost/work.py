@@ -107,7 +107,8 @@ def work_of(
     """
     _check_kv_heads(spec, tensor)
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
-    hidden_bytes = spec.hidden_size * ELEMENT_BYTES[dtype]
+    element_bytes = ELEMENT_BYTES[dtype]
+    hidden_bytes = spec.hidden_size * element_bytes
     again = recompute == "full"
     passes = 3 + again - keep_kv
     share = 2 if spec.encoder_layers else 1  # of what every token of an encoder-decoder counts for
@@ -119,7 +120,7 @@ def work_of(
     attending = [layer for layer in layers if layer.attends]
     decoder = attending[spec.encoder_layers :]
     exchanging = attending + (decoder if spec.encoder_layers else [])  # cross-attention
-    kv_bytes = kv_bytes_per_token(_sent(exchanging, tensor), ELEMENT_BYTES[dtype], passes)
+    kv_bytes = kv_bytes_per_token(_sent(exchanging, tensor), element_bytes, passes)
     # Backward expands again; frozen weights have no gradient.
     expansions = 4 + again - spec.adapted
     latents = sum(layer.latent.parameters for layer in attending)
@@ -132,7 +133,7 @@ def work_of(
         spec,
         layers,
         has_head=head > 0,
-        element_bytes=ELEMENT_BYTES[dtype],
+        element_bytes=element_bytes,
         recompute=recompute,
         tensor=tensor,
         compiled=compiled,
@@ -141,7 +142,7 @@ def work_of(
         layers=len(layers),
         weights=(_parameters(layers) + head - experts + experts / expert) / tensor,
         computed=computed / tensor / share,
-        attention=_attention(spec, decoder, again=again, tensor=tensor),
+        attention=_attention(spec, decoder, dtype, again=again, tensor=tensor),
         kv_bytes=max(1, kv_bytes // share),
         tensor=tensor,
         tensor_bytes=_tensor_bytes(len(layers), hidden_bytes, recompute, tensor),
@@ -199,10 +200,17 @@ def _slowest_rank(
     return layers, spec.vocabulary_parameters if slowest == last else 0
 
 
-def _attention(spec: ModelSpec, layers: Sequence[LayerSpec], *, again: bool, tensor: int) -> float:
+def _attention(
+    spec: ModelSpec,
+    layers: Sequence[LayerSpec],
+    dtype: str,
+    *,
+    again: bool,
+    tensor: int,
+) -> float:
     """Returns `RankWork.attention` of these blocks; at least 1, as profiles need positive
     constants, also for models without softmax attention."""
-    heads = sum(layer.num_attention_heads * layer.head_dim for layer in layers) / tensor
+    heads = sum(layer.pair_values(FLOAT32[dtype]) for layer in layers) / tensor
     repeated = REPEATED_ATTENTION if again else 1.0
     directions = 1 if spec.causal else 2
     return max(1.0, heads * repeated * directions)
