@@ -64,15 +64,14 @@ class WholeSteps:
         empty = [_Inputs(RankStep()) for _ in range(step.batches - 1)]
         return [*empty, _Inputs(step)], self._divisor(step)
 
-    def train(self: Any, *arguments: Any, **named: Any) -> Any:
-        """Trains. Waits for the exchange of the step after the last one, too, for which other ranks
-        may wait."""
-        own: Any = super()  # the trainer
+    @contextlib.contextmanager
+    def all_steps_ended(self: Any) -> Iterator[None]:
+        """Goes around a training. Waits for the exchange of the step after the last one, too, for
+        which other ranks may wait."""
         self._next = None
-        output = own.train(*arguments, **named)
+        yield
         if self._next is not None:
             self._next.step.exception()
-        return output
 
     def training_step(
         self: Any, model: Any, inputs: "_Inputs", num_items_in_batch: Any = None
