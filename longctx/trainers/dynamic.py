@@ -394,6 +394,9 @@ def _plan_outputs(
         undo.enter_context(replaced(traits.trainer, "loss_is_scaled_for_ga", None))
     undo.enter_context(_extended(traits.trainer, WholeOutputs, outputs=outputs))
     undo.enter_context(replaced_method(model.base_model, "forward", outputs))
+    head = model.get_output_embeddings()
+    if head is not None:
+        undo.enter_context(replaced_method(head, "forward", outputs.of_tokens))
     if hasattr(model, ANSWERS):
         answers = getattr(model, ANSWERS)
         undo.enter_context(replaced_method(answers, "forward", outputs.without_padding))
