@@ -24,6 +24,7 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.agreement import (
     agreeing_on_errors,
     averaging,
+    check_buffers,
     check_same,
     drawing_together,
     evaluating_together,
@@ -122,6 +123,8 @@ def dynamic_context_parallel(
         model_family = family_of_model(traits)
         refuse(traits, REPLACED, family_problems=model_family.problems(traits))
         workload = Workload.of(traits, profile)
+    if traits.uses_ddp and trainer.args.ddp_broadcast_buffers is not False:
+        check_buffers(ranks, traits.model)
     undo = contextlib.ExitStack()
     with _closed_on_error(undo):
         groups = _groups(trainer.args, undo)

@@ -7,12 +7,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from longctx.trainers import TrainerError, dynamic_context_parallel, versions
+from longctx.trainers import TrainerError, dynamic_context_parallel, restore, versions
 from longctx.trainers import refusals as refused
-from tests.trainer_cases import PROFILE, arguments, as_rank_alone, documents, model, pad, tokenizer
+from tests.trainer_cases import (
+    LONGEST,
+    PROFILE,
+    arguments,
+    as_rank,
+    as_rank_alone,
+    documents,
+    model,
+    pad,
+    tokenizer,
+)
+from tests.workers import Workers
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +67,9 @@ def test_an_older_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         train_dataset=documents(12),
     )
     older(monkeypatch, "transformers", "5.2.0")
-    with pytest.raises(TrainerError, match="transformers is 5.2.0, whose Trainer longctx does not know"):
+    with pytest.raises(
+        TrainerError, match=r"transformers is 5.2.0, whose Trainer longctx does not know"
+    ):
         dynamic_context_parallel(trainer, profile=PROFILE)
 
 
@@ -106,3 +121,36 @@ def test_the_extra_installs_beside_a_tool(tmp_path: Path, tool: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^transformers==5\.", done.stdout, re.M)
+
+
+def with_buffers(folder: Path, broadcast: bool | None) -> str:
+    """What is refused of a model whose buffers are in the order of a set, as in transformers
+    5.6."""
+    ranks = as_rank()
+    made = model("qwen2")
+    names = ["full", "sliding"]
+    if dist.get_rank() == 1:
+        names.reverse()
+    for name in names:
+        made.model.register_buffer(name, torch.zeros(1), persistent=False)
+    options = {"eval_strategy": "no", "ddp_broadcast_buffers": broadcast}
+    trainer = Trainer(
+        made,
+        TrainingArguments(**arguments(folder, ranks, 1, **options)),
+        data_collator=pad,
+        train_dataset=documents(12),
+    )
+    try:
+        dynamic_context_parallel(trainer, profile=PROFILE, tokens_per_rank=LONGEST)
+    except TrainerError as error:
+        return str(error)
+    restore(trainer)
+    return ""
+
+
+def test_buffers_that_ddp_would_mix_are_refused(workers: Workers, tmp_path: Path) -> None:
+    """Unless nothing sends them."""
+    for said in workers.run(with_buffers, 2, tmp_path, None):
+        assert "buffers of Qwen2ForCausalLM are in other orders on other ranks" in said
+    assert workers.run(with_buffers, 1, tmp_path, None) == [""]
+    assert workers.run(with_buffers, 2, tmp_path, False) == ["", ""]

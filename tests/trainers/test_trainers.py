@@ -1488,7 +1488,7 @@ def test_a_version_without_a_method_that_is_replaced_is_named(
     monkeypatch.delattr(Trainer, "get_batch_samples")
     with pytest.raises(
         TrainerError,
-        match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.20 to 5.24",
+        match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.6 to 5.24",
     ):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
