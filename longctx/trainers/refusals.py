@@ -407,11 +407,10 @@ def notes_on_data(
     """
     trainer = traits.trainer
     args = traits.args
-    if (
-        args.world_size > 1
-        and not args.average_tokens_across_devices
-        and traits.kind != "token_values"
-    ):
+    counts_all = traits.kind == "step" or (
+        traits.kind == "hidden_states" and not traits.has_unknown_loss
+    )
+    if args.world_size > 1 and not args.average_tokens_across_devices and counts_all:
         yield (
             "note: average_tokens_across_devices=False changes nothing: the loss is the mean "
             "over the tokens of all ranks"

@@ -16,6 +16,7 @@ from longctx.trainers.pass_through import (
     methods_of_libraries,
     passes_on,
 )
+from longctx.trainers.refusals import notes_on_data
 from tests.trainer_cases import (
     LONGEST,
     PROFILE,
@@ -189,6 +190,31 @@ def test_a_tool_keeps_its_scale_if_it_is_asked_to(
         assert found["class"]
     (mean_of_tokens,) = workers.run(of_tools, 1, tmp_path, Tool, Trainer, False)
     assert found["losses"] != pytest.approx(mean_of_tokens["losses"], rel=2e-5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.usefixtures("known")
+def test_what_is_said_of_a_scale_is_what_becomes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    as_rank_alone()
+    args = arguments(tmp_path, 1, 1, average_tokens_across_devices=False)
+    made = Tool(
+        model("qwen2"),
+        TrainingArguments(**args),
+        data_collator=pad,
+        train_dataset=documents(12),
+        eval_dataset=documents(6),
+    )
+    made.model_accepts_loss_kwargs = False
+    monkeypatch.setattr(type(made.args), "world_size", 2)
+    notes = list(notes_on_data(Traits(made, token_sum=False, keeps_scale=keep), 200))
+    said = [
+        "average_tokens_across_devices=False changes nothing",
+        "that of Tool would be a mean of means of batches: keep_their_scale=True keeps it",
+    ]
+    for words in said:
+        assert any(words in note for note in notes) != keep
 
 
 @pytest.mark.parametrize(
