@@ -1538,6 +1538,7 @@ def test_what_plain_training_would_count_otherwise_is_said(
         printed.count("note:") == 1
         and f"note: {lost} labels of a batch are on padding, or follow it" in printed
     )
+    restore(ours)
     monkeypatch.setattr(type(ours.args), "world_size", 2)
     assert "average_tokens_across_devices=False changes nothing" in next(
         notes_on_data(Traits(ours, False), 200)
