@@ -262,17 +262,27 @@ def train(
     return report(trainer) | {"predictions": predictions}
 
 
-def train_by_launcher(folder: Path, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains twice with one trainer, as a program does, in the launcher; reports the first."""
+def train_by_launcher(
+    folder: Path, kind: str, options: dict[str, Any], around: bool = False
+) -> dict[str, Any]:
+    """Trains twice with one trainer, as a program does, in the launcher; reports the first.
+    `around`: of a class with a `train` of its own."""
     from transformers import Trainer, TrainingArguments
 
     from longctx.trainers.launcher import Launched
+
+    class Around(Trainer):
+        own_trains = 0
+
+        def train(self, *arguments: Any, **named: Any) -> Any:
+            self.own_trains += 1
+            return super().train(*arguments, **named)
 
     ranks = as_rank()
     own = Trainer.train
     launched = Launched({"profile": PROFILE, **options})
     try:
-        trainer = Trainer(
+        trainer = (Around if around else Trainer)(
             model(kind),
             TrainingArguments(**arguments(folder, ranks, 1)),
             data_collator=pad,
@@ -284,7 +294,11 @@ def train_by_launcher(folder: Path, kind: str, options: dict[str, Any]) -> dict[
         trainer.train()
     finally:
         launched.undo()
-    return reported | {"trained": launched.trained, "restored": Trainer.train is own}
+    return reported | {
+        "trained": launched.trained,
+        "restored": Trainer.train is own,
+        "own_trains": getattr(trainer, "own_trains", 0),
+    }
 
 
 def likelihood(prediction: Any) -> dict[str, float]:

@@ -49,6 +49,24 @@ def check_same(ranks: int, **given: Any) -> None:
                 )
 
 
+def check_buffers(ranks: int, model: torch.nn.Module) -> None:
+    """Raises TrainerError if ranks have a model's buffers in other orders, as of a set of names,
+    since DDP sends them by place: angles of windows would become those of whole layers.
+    Collective."""
+    if ranks == 1 or not dist.is_initialized():
+        return
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, [name for name, _ in model.named_buffers()])
+    with agreeing_on_errors(ranks):
+        for names in everyone[1:]:
+            if names != everyone[0]:
+                raise TrainerError(
+                    f"buffers of {type(model).__name__} are in other orders on other ranks, but "
+                    "DDP sends them by their place: start all ranks with PYTHONHASHSEED=0, set "
+                    "ddp_broadcast_buffers=False, or install a newer transformers"
+                )
+
+
 def drawing_together(
     exchange: Any, own: Any, trainer: Any, batches: Iterator[Any], count: int, *more: Any
 ) -> Any:

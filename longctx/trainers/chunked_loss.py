@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import evaluating, replaced
-from longctx.trainers.kinds import Traits
+from longctx.trainers.kinds import Traits, is_own
 from longctx.trainers.prepared import replaced_method
 from longctx.trainers.riders import Rider
 from longctx.trainers.router_loss import without_router_loss
@@ -50,10 +50,9 @@ class ChunkedLoss(Rider):
     def of(cls, traits: Traits) -> "ChunkedLoss | None":
         """Returns the loss for a trainer's model, which is not prepared yet; None if the trainer or
         its model needs logits."""
-        loss_module = type(traits.trainer).compute_loss.__module__
         if traits.kind != "step" or traits.trl_class or traits.args.label_smoothing_factor:
             return None
-        if not loss_module.startswith("transformers."):
+        if is_own(traits.trainer, "compute_loss"):
             return None
         chunked = cls(traits.model, traits.args.device)
         return chunked if chunked._is_exact(traits.model) else None

@@ -15,6 +15,7 @@ from longctx.planning.layout import Span
 from longctx.planning.tree import Tree
 from longctx.trainers.exchange import DocumentInfo
 from longctx.trainers.images import DocumentImages
+from longctx.trainers.packed_masks import FOUR_AXES, check_numbers, numbers_documents
 from longctx.trainers.refusals import TrainerError
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -93,7 +94,8 @@ def cut_rows(
     """Returns the documents of every row of a batch.
 
     A batch has a row of tokens for each example, padded by `attention_mask`, or one for all, as
-    TRL's `padding_free` makes it. Rows are cut into documents where `position_ids` are 0.
+    TRL's `padding_free` makes it. Rows are cut into documents where `position_ids` are 0, at which
+    the mask may number them, too.
 
     Args:
         batch: what a data collator returns, by the name of the field.
@@ -112,6 +114,10 @@ def cut_rows(
         )
     read = (*TOKEN_FIELDS, "attention_mask", "position_ids")
     on_host = {name: host_field(batch.get(name)) for name in read}
+    numbers = None
+    if on_host["position_ids"] is not None and numbers_documents(on_host["attention_mask"]):
+        numbers = on_host["attention_mask"]
+        on_host["attention_mask"] = (numbers != 0).long()
     check_shapes(on_host, read)
     mask = on_host["attention_mask"]
     positions = on_host["position_ids"]
@@ -128,6 +134,8 @@ def cut_rows(
         if positions is not None:
             positions_of_row = array_of(positions.expand(len(ids), -1)[row])
             cuts = _cuts(row, positions_of_row[kept])
+        if numbers is not None:
+            check_numbers(row, array_of(numbers[row])[kept], cuts)
         rows.append(_documents(ids[row][kept], labels[row][kept], cuts, labels_in_place))
     return rows
 
@@ -203,12 +211,10 @@ def check_shapes(batch: Mapping[str, Any], names: Sequence[str]) -> None:
             raise TrainerError(
                 f"{name} is a {type(field).__name__}: return a tensor of [rows, tokens]"
             )
+        if name == "attention_mask" and field.dim() == 4:
+            raise TrainerError(FOUR_AXES)
         if field.dim() != 2:
-            raise TrainerError(
-                f"{name} has {field.dim()} axes: return one of [rows, tokens]. Of packed rows it "
-                "is not needed, as documents are planned without padding: in LLaMA-Factory set "
-                "packing and neat_packing to false"
-            )
+            raise TrainerError(f"{name} has {field.dim()} axes: return one of [rows, tokens]")
         if field.shape != first.shape and not (
             name == "position_ids" and field.shape == (1, first.shape[1])
         ):

@@ -24,6 +24,7 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.agreement import (
     agreeing_on_errors,
     averaging,
+    check_buffers,
     check_same,
     drawing_together,
     evaluating_together,
@@ -34,6 +35,7 @@ from longctx.trainers.families import AttentionOptions, family_of, family_of_mod
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.kinds import Kind, Traits, inner_model
 from longctx.trainers.noise import Noise
+from longctx.trainers.pass_through import methods_of_libraries
 from longctx.trainers.prepared import prepared, replaced_method
 from longctx.trainers.refusals import (
     ANSWERS,
@@ -76,6 +78,7 @@ def dynamic_context_parallel(
     kernel: str = "auto",
     merge_prefixes: bool = True,
     own_loss_is_a_token_sum: bool = False,
+    keep_their_scale: bool = False,
 ) -> None:
     """Makes a trainer plan its work and split documents over all ranks. Call it on every rank,
     before `train`.
@@ -95,6 +98,8 @@ def dynamic_context_parallel(
             once; the loss is the same.
         own_loss_is_a_token_sum: `compute_loss` and `training_step` of a subclass are sums over
             tokens by `num_items_in_batch`, of which whole steps are planned.
+        keep_their_scale: a trainer of another tool keeps its own mean of a batch (Axolotl's and
+            LLaMA-Factory's mean of means): calls of the model are planned, as of own losses.
 
     Raises TrainerError, and leaves the trainer as it was, for what cannot be exact, with every
     reason and way out.
@@ -109,14 +114,17 @@ def dynamic_context_parallel(
         "kernel": kernel,
         "merge_prefixes": merge_prefixes,
         "own_loss_is_a_token_sum": own_loss_is_a_token_sum,
+        "keep_their_scale": keep_their_scale,
     }
     check_same(ranks, **given)
     with agreeing_on_errors(ranks):
         check_options(ranks, given)
-        traits = Traits(trainer, own_loss_is_a_token_sum)
+        traits = Traits(trainer, own_loss_is_a_token_sum, keeps_scale=keep_their_scale)
         model_family = family_of_model(traits)
         refuse(traits, REPLACED, family_problems=model_family.problems(traits))
         workload = Workload.of(traits, profile)
+    if traits.uses_ddp and trainer.args.ddp_broadcast_buffers is not False:
+        check_buffers(ranks, traits.model)
     undo = contextlib.ExitStack()
     with _closed_on_error(undo):
         groups = _groups(trainer.args, undo)
@@ -229,8 +237,7 @@ def _attach(traits: Traits, exchange: StepExchange, merge_prefixes: bool) -> Non
             undo.enter_context(replaced_method(model, "forward", head))
     else:
         _plan_outputs(traits, exchange, merged)
-    # Around the train of WholeSteps.
-    undo.enter_context(replaced_method(trainer, "train", _train_with_fresh_ddp))
+    undo.enter_context(replaced_method(trainer, "train", train_planned))
     if exchange.ids_group is not None:
         for name, method in _collective_methods(traits.kind).items():
             collective = functools.partial(method, exchange)
@@ -309,11 +316,15 @@ def _groups(args: Any, undo: contextlib.ExitStack) -> Groups:
 
 
 @contextlib.contextmanager
-def _extended(trainer: Any, mixin: type, **more: Any) -> Iterator[None]:
+def _extended(
+    trainer: Any, mixin: type, *, below: Mapping[str, Any] | None = None, **more: Any
+) -> Iterator[None]:
     """Makes a trainer one of a subclass of its class, after `mixin`, whose attributes do not stay
-    on it."""
+    on it. `below`: methods that `mixin` calls in place of those of its class."""
     kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, **more})
+    named = {"__module__": kind.__module__}
+    base = type(kind.__name__, (kind,), {**named, **below}) if below else kind
+    trainer.__class__ = type(kind.__name__, (mixin, base), {**named, **more})
     try:
         yield
     finally:
@@ -326,7 +337,9 @@ def _plan_steps(traits: Traits, exchange: StepExchange) -> None:
     """Makes a trainer plan whole steps."""
     trainer = traits.trainer
     undo = exchange.undo
-    undo.enter_context(_extended(trainer, WholeSteps))
+    # Of other tools' overrides that pass on what they get.
+    below = methods_of_libraries(trainer)
+    undo.enter_context(_extended(trainer, WholeSteps, below=below))
     # Otherwise losses of batches would be averaged.
     undo.enter_context(replaced(trainer, "model_accepts_loss_kwargs", True))
     undo.enter_context(replaced(trainer, "loss_is_scaled_for_ga", True))
@@ -384,19 +397,23 @@ def _plan_outputs(
         undo.enter_context(replaced(traits.trainer, "loss_is_scaled_for_ga", None))
     undo.enter_context(_extended(traits.trainer, WholeOutputs, outputs=outputs))
     undo.enter_context(replaced_method(model.base_model, "forward", outputs))
+    head = model.get_output_embeddings()
+    if head is not None:
+        undo.enter_context(replaced_method(head, "forward", outputs.of_tokens))
     if hasattr(model, ANSWERS):
         answers = getattr(model, ANSWERS)
         undo.enter_context(replaced_method(answers, "forward", outputs.without_padding))
 
 
-def _train_with_fresh_ddp(
-    own: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any
-) -> Any:
-    """Trains. An evaluation before has prepared the model without DDP, and accelerate would leave
-    it so."""
+def train_planned(own: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
+    """Trains by `own`, a `train` of the trainer's class. An evaluation before has prepared the
+    model without DDP, and accelerate would leave it so."""
     if not trainer.is_fsdp_enabled:
         trainer.model._is_accelerate_prepared = False
-    return own(trainer, *arguments, **named)
+    if not isinstance(trainer, WholeSteps):
+        return own(trainer, *arguments, **named)
+    with trainer.all_steps_ended():
+        return own(trainer, *arguments, **named)
 
 
 def _record(trainer: Any, share: float) -> None:

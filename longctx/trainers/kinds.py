@@ -51,12 +51,14 @@ class Traits:
         balances: whether the auxiliary loss of a mixture's routers is to be trained.
         recomputes, reentrant: whether layers are computed again in backward, and whether in a
             backward pass of their own.
+        keeps_scale: whether a trainer of another tool keeps its own means of batches.
         means_of_batches: whether the model, as many that read images, or the trainer itself asks
             for means of batches, though the loss can be a sum over tokens.
     """
 
-    def __init__(self, trainer: Any, token_sum: bool) -> None:
+    def __init__(self, trainer: Any, token_sum: bool, keeps_scale: bool = False) -> None:
         self.trainer = trainer
+        self.keeps_scale = keeps_scale
         self.args = trainer.args
         self.token_sum = token_sum
         self.model = model = inner_model(trainer, trainer.model)
@@ -87,6 +89,8 @@ class Traits:
             type(self.model).__name__.endswith(OTHER_HEADS) or self.model.base_model is self.model
         )
         if own_loss or other_head or self.trainer.compute_loss_func is not None:
+            return "hidden_states"
+        if self.keeps_scale:
             return "hidden_states"
         return "step"
 
@@ -119,13 +123,15 @@ class Traits:
     def has_unknown_loss(self) -> bool:
         """Whether the loss of a batch of rows is a trainer's own, which may or may not be a mean
         over them."""
-        return self.trl_class is not None or any(is_own(self.trainer, name) for name in LOSS)
+        if self.trl_class is not None or self.keeps_scale:
+            return True
+        return any(is_own(self.trainer, name) for name in LOSS)
 
     @property
     def has_own_loss(self) -> bool:
         """Whether the trainer computes another loss than its model."""
         own = is_own(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
-        return own or self.trl_class is not None
+        return own or self.trl_class is not None or self.keeps_scale
 
 
 def _trl_class(trainer: Any) -> str | None:

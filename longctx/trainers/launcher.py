@@ -11,25 +11,21 @@ environment (`LONGCTX_OPTIONS='tokens_per_rank: 16384'`).
 
 import argparse
 import functools
-import inspect
 import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from longctx.arguments import said
 from longctx.errors import UserError
 from longctx.parallel.environment import TRAINER_OPTIONS, Launch, trainer_options
 from longctx.safe_yaml import YamlError, parse, read_text
-from longctx.trainers.dynamic import check_options, dynamic_context_parallel
+from longctx.trainers.dynamic import check_options, dynamic_context_parallel, train_planned
+from longctx.trainers.options import OPTIONS, check_names
 
-OPTIONS = tuple(inspect.signature(dynamic_context_parallel).parameters)[1:]
-"""Arguments of `dynamic_context_parallel` beside the trainer."""
 NOT_TRAINED = (
     "longctx: {} has trained no Trainer in this process. A command that starts processes of its "
     "own (accelerate launch, torchrun) trains there: give the script or module that those run, and "
@@ -38,8 +34,7 @@ NOT_TRAINED = (
 
 
 class LauncherError(UserError):
-    """A program that cannot be started, or options that `dynamic_context_parallel` does not
-    take."""
+    """A program that cannot be started, or a file of options that cannot be read."""
 
 
 class Launched:
@@ -66,22 +61,19 @@ class Launched:
         Trainer.train = train
 
     def _train(self, trainer: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Trains, planned: `dynamic_context_parallel` replaces `train` on the trainer itself, and
-        what it puts there calls this function again."""
-        if not hasattr(trainer, "dynamic"):
-            name = type(trainer).__name__
-            if type(trainer).train is not self._planned_train:
-                raise LauncherError(
-                    f"{name} has a train of its own around that of transformers, which would run "
-                    "twice: call dynamic_context_parallel(trainer) before trainer.train() in the "
-                    "program itself"
-                )
-            dynamic_context_parallel(trainer, **self.options)
-            if trainer.is_world_process_zero():
-                print(f"longctx: {name} trains with dynamic context parallelism", flush=True)
-            self.trained.append(name)
-            return trainer.train(*arguments, **named)
-        return self._own_train(trainer, *arguments, **named)
+        """Trains, planned. A trainer that has a `train` of its own, as ms-swift's, calls this one
+        inside it; another's is replaced on the trainer itself, and calls this function again."""
+        if hasattr(trainer, "dynamic"):
+            return self._own_train(trainer, *arguments, **named)
+        name = type(trainer).__name__
+        has_own_train = type(trainer).train is not self._planned_train
+        dynamic_context_parallel(trainer, **self.options)
+        if trainer.is_world_process_zero():
+            print(f"longctx: {name} trains with dynamic context parallelism", flush=True)
+        self.trained.append(name)
+        if has_own_train:
+            return train_planned(self._own_train, trainer, *arguments, **named)
+        return trainer.train(*arguments, **named)
 
     def undo(self) -> None:
         """Gives transformers its own `train` again."""
@@ -90,7 +82,7 @@ class Launched:
 
 def read_options(file: Path | None, text: str | None) -> dict[str, Any]:
     """Returns the options of a file, or of the text of the environment. Raises LauncherError for
-    both, and for what is no mapping of names that `dynamic_context_parallel` knows."""
+    both, and OptionError for what is no mapping of names that `dynamic_context_parallel` knows."""
     if file is not None and text is not None:
         raise LauncherError(f"--options {file} and {TRAINER_OPTIONS} are both given: leave one out")
     if file is None and text is None:
@@ -104,16 +96,7 @@ def read_options(file: Path | None, text: str | None) -> dict[str, Any]:
         raise LauncherError(f"{source} is not valid YAML: {error}") from error
     if values is None:
         return {}
-    if not isinstance(values, dict):
-        raise LauncherError(
-            f"{source} is {said(values)}: must be a mapping, such as `tokens_per_rank: 16384`"
-        )
-    for name in values:
-        if name not in OPTIONS:
-            close = get_close_matches(str(name), OPTIONS, n=1)
-            way = f"did you mean {close[0]}?" if close else f"use {', '.join(OPTIONS)}"
-            raise LauncherError(f"{source} has {name!r}, which is no option: {way}")
-    return values
+    return check_names(values, source)
 
 
 def run(program: str, arguments: Sequence[str], *, is_module: bool) -> None:

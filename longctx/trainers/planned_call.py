@@ -62,12 +62,13 @@ class PlannedCall:
         step = self.exchange.plan_and_exchange([documents], every=True, failed=failed)
         if step.exchange is None:
             raise TrainerError("no row of any rank has a token: leave such batches out")
-        # One graph is kept as it is; of several, each keeps only its inputs.
-        recompute = len(step.micro_batches) > 1 and torch.is_grad_enabled()
+        # One graph is there at a time: backward begins with the last, which is kept as it is, and
+        # of all before, only inputs are kept.
+        kept_graph = len(step.micro_batches) - 1
         run = functools.partial(self._run, compute, next(self.calls))
         values = []
-        for batch in step.micro_batches:
-            if recompute:
+        for number, batch in enumerate(step.micro_batches):
+            if number < kept_graph and torch.is_grad_enabled():
                 values.append(checkpoint(run, batch, use_reentrant=False))
             else:
                 values.append(run(batch))

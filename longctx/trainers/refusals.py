@@ -18,6 +18,7 @@ from longctx.hf.exactness import evaluating
 from longctx.parallel.environment import Launch, other_tasks
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, inner_model, is_own, tuner_of
+from longctx.trainers.versions import is_too_old, span
 
 ANSWERS = "qa_outputs"
 """Attribute of models for question answering: the layer that scores tokens."""
@@ -73,11 +74,16 @@ def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
             "this trainer already has dynamic context parallelism: call it once, or "
             "restore(trainer) first"
         )
+    if is_too_old("transformers"):
+        raise TrainerError(
+            f"transformers is {version('transformers')}, whose Trainer longctx does not know: "
+            f"install {span('transformers')}"
+        )
     missing = [name for name in needed if not hasattr(trainer, name)]
     if missing:
         raise TrainerError(
             f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx "
-            "replaces: install 5.20 to 5.24"
+            f"replaces: install {span('transformers')}"
         )
     model = inner_model(trainer, trainer.model)
     if not isinstance(model, PreTrainedModel):
@@ -98,6 +104,7 @@ RULES: dict[str, Rule] = {
     "profile": or_none(_is_profile),
     "merge_prefixes": flag,
     "own_loss_is_a_token_sum": flag,
+    "keep_their_scale": flag,
 }
 """Rules of the arguments of `dynamic_context_parallel` that `check_settings` does not check."""
 
@@ -135,6 +142,12 @@ def _trainer_problems(traits: Traits) -> Iterator[str]:
             f"{traits.trl_class} is not supported: use transformers.Trainer, {', '.join(KINDS)} or "
             "your own subclass of those"
         )
+    elif traits.trl_class and is_too_old("trl"):
+        yield (
+            f"TRL is {version('trl')}, in which {traits.trl_class} has no fused head, by which its "
+            f"loss is split: install trl {span('trl')}, or use transformers.Trainer"
+        )
+    yield from _scale_problems(traits)
     if trainer.model_init is not None:
         yield (
             "model_init builds another model when training begins: pass model=model_init() instead"
@@ -146,6 +159,23 @@ def _trainer_problems(traits: Traits) -> Iterator[str]:
         )
     if traits.balances and traits.kind == "hidden_states":
         yield NO_ROUTER_LOSS.format(type(trainer.args).__name__)
+
+
+def _scale_problems(traits: Traits) -> Iterator[str]:
+    """Yields why the scale of another tool's losses cannot be kept."""
+    if not traits.keeps_scale:
+        return
+    name = type(traits.trainer).__name__
+    if traits.token_sum:
+        yield (
+            "keep_their_scale and own_loss_is_a_token_sum are both True, but a sum over tokens has "
+            "the scale of a step: leave one out"
+        )
+    elif traits.kind != "hidden_states":
+        yield (
+            f"keep_their_scale is True, but the loss of {name} is not a mean of batches of text by "
+            "another tool: omit it"
+        )
 
 
 def _uneven_problems(traits: Traits) -> Iterator[str]:
@@ -377,11 +407,10 @@ def notes_on_data(
     """
     trainer = traits.trainer
     args = traits.args
-    if (
-        args.world_size > 1
-        and not args.average_tokens_across_devices
-        and traits.kind != "token_values"
-    ):
+    counts_all = traits.kind == "step" or (
+        traits.kind == "hidden_states" and not traits.has_unknown_loss
+    )
+    if args.world_size > 1 and not args.average_tokens_across_devices and counts_all:
         yield (
             "note: average_tokens_across_devices=False changes nothing: the loss is the mean "
             "over the tokens of all ranks"
@@ -393,9 +422,10 @@ def notes_on_data(
             else traits.trainer
         )
         name = type(asking).__name__
+        way = "" if asking is traits.model else ": keep_their_scale=True keeps it"
         yield (
             f"note: the loss is the mean over the tokens of a step; that of {name} would be a "
-            "mean of means of batches"
+            f"mean of means of batches{way}"
         )
     max_length = getattr(args, "max_length", None)
     for name in ("train_dataset", "eval_dataset"):

@@ -28,6 +28,8 @@ from longctx.trainers.whole_steps import own_rows_of_last_batch
 
 PROBED = 8
 """Tokens that a head is tried on."""
+MOST_TOKENS = 0.9
+"""Share of tokens in a batch from which padding costs less than it takes to leave it out."""
 MULTIPLE_CHOICE = "ForMultipleChoice"
 """End of the names of models that take [rows, choices, tokens], of which they give their base model
 every choice as a row."""
@@ -304,6 +306,19 @@ class PlannedBase(PlannedCall):
         if not self.active or self.mask is None:
             return scores
         return scores.masked_fill(self.mask[..., None] == 0, torch.finfo(scores.dtype).min)
+
+    def of_tokens(self, own: Callable[..., Any], head: Any, hidden: torch.Tensor) -> Any:
+        """Returns logits [rows, tokens, vocabulary], 0 on padding, for which no product is
+        computed; for `replaced_method`."""
+        mask = self.mask
+        if not self.active or mask is None or hidden.shape[:-1] != mask.shape:
+            return own(head, hidden)
+        row, column = torch.nonzero(mask, as_tuple=True)
+        if len(row) > MOST_TOKENS * mask.numel():
+            return own(head, hidden)
+        logits = own(head, hidden[row, column])
+        empty = logits.new_zeros(*mask.shape, logits.shape[-1])
+        return empty.index_put((row, column), logits)
 
 
 def _check_arguments(base: Any, given: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import replaced
 from longctx.trainers.agreement import attempted, mean_over_ranks
 from longctx.trainers.documents import Document, labels_beside_padding
+from longctx.trainers.packed_masks import with_flat_mask
 from longctx.trainers.pairs import TARGET_FIELDS, TARGETS
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.riders import all_during_loss, all_during_step
@@ -63,15 +64,14 @@ class WholeSteps:
         empty = [_Inputs(RankStep()) for _ in range(step.batches - 1)]
         return [*empty, _Inputs(step)], self._divisor(step)
 
-    def train(self: Any, *arguments: Any, **named: Any) -> Any:
-        """Trains. Waits for the exchange of the step after the last one, too, for which other ranks
-        may wait."""
-        own: Any = super()  # the trainer
+    @contextlib.contextmanager
+    def all_steps_ended(self: Any) -> Iterator[None]:
+        """Goes around a training. Waits for the exchange of the step after the last one, too, for
+        which other ranks may wait."""
         self._next = None
-        output = own.train(*arguments, **named)
+        yield
         if self._next is not None:
             self._next.step.exception()
-        return output
 
     def training_step(
         self: Any, model: Any, inputs: "_Inputs", num_items_in_batch: Any = None
@@ -144,18 +144,21 @@ class WholeSteps:
         targets = labels
         if labels is None:
             targets = _no_labels_like(inputs.get(self.dynamic.family.token_field))
+        flat, failed = attempted(lambda: with_flat_mask(inputs), inputs)
 
         def read() -> list[list[Document]]:
-            return list(self._rows({**inputs, "labels": targets}, training=False))
+            return list(self._rows({**flat, "labels": targets}, training=False))
 
-        rows, failed = attempted(read, [])
+        rows: list[list[Document]] = []
+        if failed is None:
+            rows, failed = attempted(read, [])
         documents = list(itertools.chain.from_iterable(rows))
         every = not prediction_loss_only
         step = self.dynamic.start([documents], every=every, failed=failed).result()
         if prediction_loss_only:
             loss, _ = self._evaluated(model, step, with_logits=False)
             return loss, None, None
-        kept = self.dynamic.family.kept(inputs, rows, targets).cpu()
+        kept = self.dynamic.family.kept(flat, rows, targets).cpu()
         loss, logits = self._evaluated(model, step, with_logits=True)
         values = self.dynamic.rows_of_batch(step, logits, mask=kept)
         if labels is None:
@@ -191,6 +194,7 @@ class WholeSteps:
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
         """Returns the documents of the last batch that the loader has yielded. Says once which
         labels they do not have."""
+        batch = with_flat_mask(batch)
         rows = self._rows(batch)
         may_warn = self.dynamic.rank == 0 and self.dynamic.family.drops_padded_labels
         if may_warn and not self._warned:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
+from longctx.errors import UserError
 from longctx.trainers import launcher
-from longctx.trainers.launcher import Launched, LauncherError, main, read_options, run
+from longctx.trainers.launcher import LauncherError, main, read_options, run
 from tests.trainer_cases import TOKENS_PER_RANK, conversations, model, tokenizer, train_by_launcher
 from tests.trainer_cases import train as train_plain
 from tests.trainers.test_trainers import assert_equal, plain
@@ -34,19 +35,15 @@ def test_trainers_of_a_program_compute_what_one_plain_process_computes(
         assert found["restored"]
 
 
-class Around(Trainer):
-    def train(self, *arguments: Any, **named: Any) -> Any:
-        return super().train(*arguments, **named)
-
-
-def test_a_trainer_with_a_train_of_its_own_is_refused() -> None:
-    launched = Launched({})
-    try:
-        with pytest.raises(LauncherError, match="Around has a train of its own"):
-            Around.__new__(Around).train()
-    finally:
-        launched.undo()
-    assert launched.trained == []
+def test_a_trainer_with_a_train_of_its_own_runs_it_once(workers: Workers, tmp_path: Path) -> None:
+    """As that of ms-swift, which prepares the model before."""
+    options = {"tokens_per_rank": TOKENS_PER_RANK}
+    runs = workers.run(train_by_launcher, 2, tmp_path, "qwen2", options, True)
+    assert_equal(runs, plain(workers, tmp_path, train_plain, "qwen2", {}))
+    for found in runs:
+        assert found["trained"] == ["Around"]
+        assert found["own_trains"] == 2
+        assert found["restored"]
 
 
 def test_options_of_a_file_or_of_the_environment(tmp_path: Path) -> None:
@@ -75,7 +72,7 @@ def test_options_of_a_file_or_of_the_environment(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_make_no_sense(text: str, said: str) -> None:
-    with pytest.raises(LauncherError) as raised:
+    with pytest.raises(UserError) as raised:
         read_options(None, text)
     assert said in str(raised.value)
 

@@ -1492,7 +1492,7 @@ def test_a_version_without_a_method_that_is_replaced_is_named(
     monkeypatch.delattr(Trainer, "get_batch_samples")
     with pytest.raises(
         TrainerError,
-        match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.20 to 5.24",
+        match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.6 to 5.24",
     ):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
@@ -1542,6 +1542,7 @@ def test_what_plain_training_would_count_otherwise_is_said(
         printed.count("note:") == 1
         and f"note: {lost} labels of a batch are on padding, or follow it" in printed
     )
+    restore(ours)
     monkeypatch.setattr(type(ours.args), "world_size", 2)
     assert "average_tokens_across_devices=False changes nothing" in next(
         notes_on_data(Traits(ours, False), 200)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
 
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
+from longctx.trainers.whole_outputs import PlannedBase
 from tests.marks import slow_unless
 from tests.trainer_cases import (
     DOCUMENTS,
@@ -561,3 +563,68 @@ def test_a_loss_that_is_nan_is_not_zero(tmp_path: Path) -> None:
     are."""
     assert np.isfinite(losses_of_a_sick_head(tmp_path / "well", spoil=False)).all()
     assert np.isnan(losses_of_a_sick_head(tmp_path / "sick", spoil=True)[-1])
+
+
+def test_logits_of_padding_are_not_computed() -> None:
+    """Those of tokens, and gradients, are those of the whole product."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(6, 5, bias=False)
+    multiplied: list[int] = []
+
+    def own(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        multiplied.append(hidden.shape[:-1].numel())
+        return torch.nn.functional.linear(hidden, layer.weight)
+
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]])
+    planned: Any = PlannedBase(exchange=None)  # type: ignore[arg-type]
+    planned.mask = mask
+    hidden = torch.randn(2, 4, 6) * mask[..., None]
+    found = []
+    for active in (False, True):
+        planned.active = active
+        given = hidden.clone().requires_grad_()
+        head.weight.grad = None
+        logits = planned.of_tokens(own, head, given)
+        logits.square().sum().backward()
+        found.append((logits, given.grad, head.weight.grad))
+    for whole, of_tokens in zip(*found, strict=True):
+        torch.testing.assert_close(of_tokens, whole)
+    assert multiplied == [8, 5]
+
+
+def recomputed(folder: Path) -> tuple[int, int, int]:
+    """Returns the calls of a base model in a step, its micro-batches, and steps."""
+    as_rank()
+    made = model("qwen2")
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+            return super().compute_loss(model, inputs, *more, **named)
+
+    options = {"max_steps": 2, "eval_strategy": "no"}
+    trainer = Own(
+        made,
+        TrainingArguments(**arguments(folder, 1, 1, **options)),
+        data_collator=pad,
+        train_dataset=documents(24),
+    )
+    calls = []
+    own_layer = made.model.layers[0].forward
+
+    def counting(*given: Any, **named: Any) -> Any:
+        calls.append(1)
+        return own_layer(*given, **named)
+
+    dynamic_context_parallel(trainer, profile=PROFILE, tokens_per_rank=LONGEST)
+    made.model.layers[0].forward = counting
+    trainer.train()
+    micro_batches = sum(len(plan.micro_batches) for plan in trainer.dynamic.plans)
+    return len(calls), micro_batches, len(trainer.dynamic.plans)
+
+
+def test_the_last_part_of_a_call_is_not_computed_again(workers: Workers, tmp_path: Path) -> None:
+    """Its graph is the one that is kept; those before keep their inputs."""
+    ((calls, micro_batches, steps),) = workers.run(recomputed, 1, tmp_path)
+    assert steps == 2
+    assert micro_batches >= 6
+    assert calls == 2 * micro_batches - steps

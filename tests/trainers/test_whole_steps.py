@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from longctx.trainers import whole_steps
+from longctx.trainers.dynamic import train_planned
 from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.step import StepExchange
 from longctx.trainers.whole_steps import WholeSteps
@@ -78,9 +79,10 @@ def test_training_waits_for_the_exchange_after_its_last_step() -> None:
             return "trained"
 
     class Ours(WholeSteps, Own):
-        pass
+        is_fsdp_enabled = True
 
-    assert Ours().train() == "trained" and waited == [None]
+    assert train_planned(Own.train, Ours()) == "trained"
+    assert waited == [None]
 
 
 def test_the_calls_of_a_model_are_numbered() -> None:
