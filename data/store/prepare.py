@@ -27,7 +27,14 @@ from longctx.data.records.readers import CorpusError
 from longctx.data.records.slices import joined
 from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
-from longctx.data.store.folder import is_note, partial_folder, present, put_in_place, shared_folder
+from longctx.data.store.folder import (
+    JOIN_LOCK,
+    is_note,
+    partial_folder,
+    present,
+    put_in_place,
+    shared_folder,
+)
 from longctx.data.store.manifest import (
     TOKENIZER,
     TOKENIZER_FILES,
@@ -159,13 +166,14 @@ def prepare_share(
         return Prepared(manifest, made=False)
     with shared_folder(out, _identity(request)) as folder:
         if is_store(out) and (manifest := present(out, matches, overwrite)) is not None:
-            shutil.rmtree(folder)  # others have put the store in place meanwhile
+            # Others have put the store in place meanwhile; more than one may be late.
+            shutil.rmtree(folder, ignore_errors=True)
             return Prepared(manifest, made=False)
         with lock(folder / f"{TOKENIZER}.lock", wait=True):
             _tokenizer(folder, request, progress)
         slices = request.corpus.slices
         make_in_processes(folder, request, slices, share, workers=workers, progress=progress)
-        with lock(folder / "join.lock") as is_held:
+        with lock(folder / JOIN_LOCK) as is_held:
             finished = finished_slices(folder, len(slices)) if is_held else None
             if finished is None:
                 return None
@@ -207,10 +215,10 @@ def _joined(
     """Puts the store in place whose slices are all finished."""
     manifest = _described(request, folder, slices)
     manifest.save(folder)
+    notes = [file.name for file in folder.iterdir() if is_note(file.name)]
     stays = put_in_place(folder, out)
-    for file in out.iterdir():
-        if is_note(file.name):
-            file.unlink()
+    for name in notes:
+        (out / name).unlink()
     return Prepared(manifest, made=True, stays=tuple(stays))
 
 

@@ -151,8 +151,16 @@ def remove_unfinished(folder: Path, files: SliceFiles) -> None:
 @contextmanager
 def lock(file: Path, *, wait: bool = False) -> Iterator[bool]:
     """Yields whether this process holds the lock of that name until it leaves the block; no other
-    one does then. It waits for another process if wanted."""
-    with file.open("wb") as stream:
+    one does then. It waits for another process if wanted.
+
+    No process holds a lock in a folder that is gone, as others have put the store in place.
+    """
+    try:
+        stream = file.open("wb")
+    except FileNotFoundError:
+        yield False
+        return
+    with stream:
         is_held = try_lock(stream.fileno(), fcntl.LOCK_EX)
         while wait and not is_held:
             time.sleep(WAIT_S)

@@ -204,7 +204,9 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     out = arguments.out or Path("stores", default_name(arguments.source))
     prepared = _prepared(arguments, out)
-    if prepared is None:
+    if prepared is None and arguments.json:
+        print(json.dumps({"out": str(out), "made": False, "share": arguments.share}, indent=2))
+    elif prepared is None:
         print(f"{out}: share {arguments.share} is finished, and others are not yet")
     else:
         _tell(arguments, out, prepared, time.perf_counter() - began)

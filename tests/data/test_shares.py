@@ -409,3 +409,38 @@ def test_digests_of_spans_are_of_their_bytes(tmp_path: Path) -> None:
         assert joined([{"a": part.digest(file)} for part in spans]) != whole
     file.write_bytes(bytes(range(256)) * 20)
     assert joined([{"a": part.digest(file)} for part in spans]) == whole
+
+
+def test_files_that_look_like_notes_stay(tmp_path: Path) -> None:
+    """Only those that were made with the store are removed."""
+    source = written(tmp_path / "source", 0)
+    out = tmp_path / "out"
+    prepare(str(source), out, tokenizer="bytes")
+    (out / "uv.lock").write_text("mine", "utf-8")
+    made = prepare_share(
+        str(source), out, Share(1, 1), tokenizer="bpe", vocab_size=300, overwrite=True
+    )
+    assert made is not None and made.made and made.stays == ("uv.lock",)
+    assert (out / "uv.lock").read_text("utf-8") == "mine"
+    (out / "slice-00000.json").write_text("mine", "utf-8")
+    with pytest.raises(StoreError, match=r"slice-00000\.json is not listed in manifest\.json"):
+        prepare_share(str(source), out, Share(1, 1), tokenizer="bytes", overwrite=True)
+
+
+def test_a_share_whose_folder_is_gone_is_done(tmp_path: Path) -> None:
+    """Others put the store in place as soon as the last slice is finished."""
+    with shares.lock(tmp_path / "out.partial" / "join.lock") as is_held:
+        assert not is_held
+
+
+def test_an_unfinished_share_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written(tmp_path / "source", 0)
+    monkeypatch.setattr("longctx.data.store.prepare.finished_slices", lambda *_: None)
+    command = ["prepare", "--source", str(source), "--tokenizer", "bytes"]
+    command += ["--out", str(tmp_path / "out"), "--share", "2/3"]
+    assert main(command) == 0
+    assert "share 2/3 is finished, and others are not yet" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["made"] is False
