@@ -257,5 +257,5 @@ def waits_of_a_trainer(trainer: Any) -> set[str]:
     trainer.train()
     assert watch.on_device
     # The trainer's loop, which our `train` calls.
-    own = ("at train", "at _train_with_fresh_ddp", "at no place in longctx")
+    own = ("at train_planned", "at no place in longctx")
     return {wait for wait in watch.found if not wait.endswith(own)}

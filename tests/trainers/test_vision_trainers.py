@@ -373,7 +373,9 @@ def test_packed_rows_with_images_are_refused(packing: dict[str, torch.Tensor]) -
     config = SimpleNamespace(model_type="llava", image_token_id=90)
     ids = torch.tensor([[90, 1, 2, 3]])
     batch = {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(1, 3, 4, 4)}
-    family = Vision(SimpleNamespace(config=config), None)
+    model = torch.nn.Module()
+    vars(model)["config"] = config
+    family = Vision(model, None)
     with pytest.raises(TrainerError, match="images or videos and packed rows: leave out packing"):
         family.rows_of(batch | packing)
 
