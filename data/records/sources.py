@@ -62,6 +62,11 @@ def open_corpus(
     Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
     source = expanded(source)
+    if not source:
+        raise CorpusError(
+            f"source is '': give `{STANDARD_LIBRARY}`, a file, a folder (. is this one), a saved "
+            "dataset, or OWNER/NAME"
+        )
     if source != STANDARD_LIBRARY:
         _check_there(Path(source))
     if source != STANDARD_LIBRARY and _HUB_NAME.fullmatch(source) and not Path(source).exists():
@@ -225,7 +230,10 @@ class _Local:
 
 def _check_there(path: Path) -> None:
     """Raises CorpusError for a source that only a pointer stands for, or a link."""
-    check_pointers([path, path.with_name(f"{path.name}.dvc")])
+    pointers = [path]
+    if path.name:  # . and / have none
+        pointers.append(path.with_name(f"{path.name}.dvc"))
+    check_pointers(pointers)
     if path.is_symlink() and not path.exists():
         raise CorpusError(
             f"source {path} is a link to {path.readlink()}, which does not exist: correct the "

@@ -26,6 +26,8 @@ from longctx.planning.tree import Trees
 
 MOST_RANKS = 1 << 14
 """Largest domain; in planning, time grows with its square."""
+LONG = 1 << 20
+"""Tokens of a document from which an error does not name the smallest number of ranks for it."""
 MOST_TOKENS = 1 << 40
 LONGEST_STEP_NS = 1 << 52
 """Sums of nanoseconds run in float64, which is exact below 2⁵³."""
@@ -130,7 +132,7 @@ def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_ran
     length = lengths[[document]]
     domain = np.arange(1, ranks + 1)
     budget = int(largest_shards(np.broadcast_to(length, domain.shape), domain).min())
-    enough = int(least_degrees(length, int(length[0]), tokens_per_rank)[0])
+    enough = _enough_ranks(length, tokens_per_rank)
     others = f" ({len(unfit) - 1} more documents do not fit)" if len(unfit) > 1 else ""
     held = (
         f"{ranks} ranks of {tokens_per_rank} tokens hold at most {ranks * tokens_per_rank}, in "
@@ -138,6 +140,16 @@ def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_ran
     )
     ways = f"raise tokens_per_rank to {budget}, use {enough} ranks, or split the document"
     return f"document {document} has {length[0]} tokens, but {held}{others}: {ways}"
+
+
+def _enough_ranks(length: Integers, tokens_per_rank: int) -> int:
+    """Returns a number of ranks that hold a document, of lengths [1]: the smallest, unless the
+    document is so long that an odd budget makes it slow to find."""
+    tokens = int(length[0])
+    if tokens <= LONG or tokens_per_rank == 1:
+        return int(least_degrees(length, tokens, tokens_per_rank)[0])
+    even = tokens_per_rank - tokens_per_rank % 2
+    return -(-tokens // even)
 
 
 def _check_magnitude(lengths: Integers, profile: HardwareProfile) -> None:

@@ -466,3 +466,12 @@ def test_file_names_that_are_not_utf8_can_be_stored(tmp_path: Path) -> None:
     (source / os.fsdecode(b"\xff.txt")).write_text("some text")
     prepare(open_corpus(str(source)), tmp_path / "out", tokenizer="bytes")
     assert Store.open(tmp_path / "out").name(0) == "\\xff.txt"
+
+
+def test_the_folder_here_can_be_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no name beside which a pointer could lie. No source at all is a mistake."""
+    (tmp_path / "a.txt").write_text("text", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert [document.text for document in open_corpus(".").documents()] == ["text"]
+    with pytest.raises(CorpusError, match=r"source is '': give `python-stdlib`, a file"):
+        open_corpus("")

@@ -157,3 +157,11 @@ def test_ranks_left_over_by_a_static_degree_stay_empty() -> None:
     plan = make_plan(**request(lengths=[100] * 9, ranks=7, mode="static", degree=3))
     used = {rank for micro_batch in plan.micro_batches for p in micro_batch for rank in p.ring}
     assert used == set(range(6))
+
+
+def test_ranks_for_a_very_long_document_are_named_at_once() -> None:
+    """With an odd budget, the smallest number of ranks took minutes to find."""
+    with pytest.raises(PlanError, match=r"use 166666666667 ranks, or split the document"):
+        make_plan([10**12], ranks=1, tokens_per_rank=7, profile=H100)
+    with pytest.raises(PlanError, match=r"use 15 ranks, or split the document"):
+        make_plan([100], ranks=1, tokens_per_rank=7, profile=H100)

