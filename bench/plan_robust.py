@@ -1,7 +1,7 @@
 """Robustness of plans to wrong constants: what is lost if attention, matrices or messages take 30 %
 more or less time than the profile says, alone and together.
 
-    python bench/plan_robust.py      # half an hour, one thread
+    python bench/plan_robust.py      # a quarter of an hour, one thread
 
 A plan made with a wrong profile is judged by the true one, and compared with the plan made with the
 true one. So is the plan of the same profile that knows that its rates may be wrong (`rate_error`).

@@ -38,7 +38,7 @@ from longctx.data.records.readers import (
     read_span,
     read_text,
 )
-from longctx.data.records.slices import Slice, joined, slices_of
+from longctx.data.records.slices import Slice, joined_digests, slices_of
 from longctx.data.records.splits import PLAIN
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -148,8 +148,7 @@ class Corpus:
 
     def fingerprint(self, digests: Mapping[str, str] | None = None) -> str:
         """Returns the SHA-256 (hex) of the names and contents of all files, the same on every
-        machine. `digests`: those of the files, by name, if they are known (see
-        `slices.joined`)."""
+        machine. `digests`: those of the files, by path from the root, if they are known."""
         digests = self.digests if digests is None else digests
         digest = hashlib.sha256(
             f"{self.kind}\n{self.text_column}\n{self.separator!r} {self.ends}\n".encode()
@@ -159,22 +158,19 @@ class Corpus:
                 f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode()
             )
         for file in self.files:
-            content = digests[self._path(file)]
+            path = self._path(file)
             kind = "text" if self._is_text(file) else "records"
-            digest.update(
-                os.fsencode(file.relative_to(self.root).as_posix())
-                + f"\n{content}\n{kind}\n".encode()
-            )
+            digest.update(os.fsencode(path) + f"\n{digests[path]}\n{kind}\n".encode())
         return digest.hexdigest()
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """Digest of every file, by path from the root; see `slices.joined`. Reads all of them."""
-        return joined([self.digests_of(part) for part in self.slices])
+        """Digest of every file, by path from the root. Reads all of them."""
+        return joined_digests([self.digests_of(slice_) for slice_ in self.slices])
 
-    def digests_of(self, part: Slice) -> dict[str, str]:
+    def digests_of(self, slice_: Slice) -> dict[str, str]:
         """Returns the SHA-256 (hex) of every file of a slice, or of its span, by path."""
-        return {self._path(file): part.digest(file) for file in part.files}
+        return {self._path(file): slice_.digest(file) for file in slice_.files}
 
     def listing(self, *, with_times: bool) -> str:
         """Returns the SHA-256 (hex) of how the source is read, and of names and sizes of all files,
@@ -214,16 +210,18 @@ class Corpus:
 
         Raises CorpusError naming file and line or row of the first malformed record.
         """
-        counts = counts if counts is not None else SourceCounts()
-        counts.noted.update(self.noted | self.same_texts())
-        for part in self.slices:
-            yield from self.documents_of(part, counts)
+        if counts is None:
+            counts = SourceCounts()
+        else:
+            counts.noted.update(self.noted | self.same_texts())
+        for slice_ in self.slices:
+            yield from self.documents_of(slice_, counts)
 
-    def documents_of(self, part: Slice, counts: SourceCounts) -> Iterator[Document]:
+    def documents_of(self, slice_: Slice, counts: SourceCounts) -> Iterator[Document]:
         """Yields the documents of a slice, as `documents` does, and adds what is in it to
         `counts`."""
         taken = size = 0
-        for document in self._read(part, counts):
+        for document in self._read(slice_, counts):
             _count(counts.unused, *document.unused)
             for what, number in document.nulls.items():
                 counts.noted[what] = counts.noted.get(what, 0) + number
@@ -240,18 +238,18 @@ class Corpus:
             ):
                 return
 
-    def _read(self, part: Slice, counts: SourceCounts) -> Iterator[Document]:
+    def _read(self, slice_: Slice, counts: SourceCounts) -> Iterator[Document]:
         if self.kind == "dataset" or self.hub is not None:
             for record in self._rows():
                 yield self._document(record, counts)
             return
-        if part.is_span:
-            (file,) = part.files
-            span = read_span(file, self._name(file), start=part.start, stop=part.stop)
+        if slice_.is_span:
+            (file,) = slice_.files
+            span = read_span(file, self._name(file), start=slice_.start, stop=slice_.stop)
             for record in span:
                 yield self._document(record, counts, file)
             return
-        for file in part.files:
+        for file in slice_.files:
             if (reader := self._reader(file)) is not None:
                 for record in reader(file, self._name(file), self.text_column):
                     yield self._document(record, counts, file)
@@ -346,9 +344,7 @@ class Corpus:
 
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
-        return os.fsencode(file.relative_to(self.root).as_posix()).decode(
-            "utf-8", "backslashreplace"
-        )
+        return os.fsencode(self._path(file)).decode("utf-8", "backslashreplace")
 
 
 def _values(records: Iterable[Record]) -> Iterator[dict[str, Any]]:

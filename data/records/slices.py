@@ -90,7 +90,7 @@ def _spans(file: Path, size: int) -> Iterator[Slice]:
         yield Slice((file,), start=start, stop=stop)
 
 
-def joined(digests: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def joined_digests(digests: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns the digest of every file, by path, from those of all slices in order."""
     by_file: dict[str, list[str]] = {}
     for of_slice in digests:

@@ -24,7 +24,7 @@ from longctx.data.records.corpus import STANDARD_LIBRARY, Corpus, SourceCounts
 from longctx.data.records.formats import TOKEN_IDS, WITHOUT_TEMPLATE
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.readers import CorpusError
-from longctx.data.records.slices import joined
+from longctx.data.records.slices import joined_digests
 from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.store.folder import (
@@ -169,7 +169,9 @@ def prepare_share(
             # Others have put the store in place meanwhile; more than one may be late.
             shutil.rmtree(folder, ignore_errors=True)
             return Prepared(manifest, made=False)
-        with lock(folder / f"{TOKENIZER}.lock", wait=True):
+        with lock(folder / f"{TOKENIZER}.lock", wait=True) as is_held:
+            if not is_held:  # others are putting the store in place
+                return None
             _tokenizer(folder, request, progress)
         slices = request.corpus.slices
         make_in_processes(folder, request, slices, share, workers=workers, progress=progress)
@@ -227,7 +229,7 @@ def _described(request: StoreRequest, folder: Path, slices: Sequence[FinishedSli
     corpus = request.corpus
     tokenizer = request.given or Tokenizer.load(folder / TOKENIZER)
     parts = [part for each in slices for part in each.parts]
-    digests = joined([each.digests for each in slices])
+    digests = joined_digests([each.digests for each in slices])
     read = SourceCounts(noted=corpus.noted | corpus.same_texts(digests))
     for each in slices:
         read = read.plus(each.read)

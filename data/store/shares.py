@@ -117,19 +117,19 @@ def make_slices(
 
 
 def _make(
-    folder: Path, encoder: Encoder, part: Slice, *, files: SliceFiles, progress: Progress
+    folder: Path, encoder: Encoder, slice_: Slice, *, files: SliceFiles, progress: Progress
 ) -> None:
     """Makes a slice, or what an interrupted process has left of it. Raises CorpusError if a file
     changes meanwhile."""
     remove_unfinished(folder, files)
-    before = _states(part)
-    digests = encoder.request.corpus.digests_of(part)
+    before = _states(slice_)
+    digests = encoder.request.corpus.digests_of(slice_)
     read = SourceCounts()
     parts = write_parts(
-        folder, encoder.request.corpus, encoder, read, part=part, files=files, progress=progress
+        folder, encoder.request.corpus, encoder, read, slice_=slice_, files=files, progress=progress
     )
-    if _states(part) != before:
-        names = ", ".join(str(file) for file in part.files[:3])
+    if _states(slice_) != before:
+        names = ", ".join(str(file) for file in slice_.files[:3])
         raise CorpusError(f"{names} changed while it was read: run the command again")
     FinishedSlice(parts=parts, read=read, digests=digests).save(folder / files.note)
 
@@ -207,21 +207,23 @@ def make_in_processes(
         make_slices(folder, request, slices, share, workers=workers, progress=progress)
         return
     own = _OwnProcesses(folder, request, slices, share, count=count, threads=threads // count)
+    sizes = [slice_.bytes for slice_ in slices]
     try:
         while own.are_running():
-            progress("tokenizing", _finished_share(folder, slices))
+            progress("tokenizing", _finished_share(folder, sizes))
             time.sleep(WAIT_S)
     finally:
         own.stop()
     progress("tokenizing", 1)
 
 
-def _finished_share(folder: Path, slices: Sequence[Slice]) -> float:
+def _finished_share(folder: Path, sizes: Sequence[int]) -> float:
+    """Returns the share of the bytes of finished slices, of which all have these `sizes`."""
     finished = 0
-    for number, part in enumerate(slices):
-        if (folder / SliceFiles(number, len(slices)).note).is_file():
-            finished += part.bytes
-    return finished / max(1, sum(part.bytes for part in slices))
+    for number, size in enumerate(sizes):
+        if (folder / SliceFiles(number, len(sizes)).note).is_file():
+            finished += size
+    return finished / max(1, sum(sizes))
 
 
 class _OwnProcesses:

@@ -89,18 +89,19 @@ def write_parts(
     encoder: Encoder,
     counts: SourceCounts,
     *,
-    part: Slice,
+    slice_: Slice,
     files: SliceFiles,
     progress: Progress,
 ) -> list[Part]:
     """Writes the Arrow files of a slice that are still missing. Returns all its parts."""
     parts = finished_parts(folder, files.journal)
     documents = islice(
-        corpus.documents_of(part, counts),
+        corpus.documents_of(slice_, counts),
         sum(part.documents + part.dropped_documents for part in parts),
         None,
     )
     read = sum(part.source_bytes for part in parts)
+    in_all = max(1, slice_.bytes)
     writer: _PartWriter | None = None
     with (folder / files.journal).open("a", encoding="utf-8") as journal:
 
@@ -119,7 +120,7 @@ def write_parts(
             )
             writer.write(batch, rows)
             read += sum(document.source_bytes for document in batch)
-            progress("tokenizing", min(1.0, read / max(1, part.bytes)))
+            progress("tokenizing", min(1.0, read / in_all))
             if writer.counts.tokens >= PART_TOKENS:
                 finish(writer)
                 writer = None

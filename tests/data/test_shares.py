@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from longctx.cli import main
 from longctx.data.records import slices
 from longctx.data.records.corpus import CorpusError
-from longctx.data.records.slices import Slice, joined, lines_in, slices_of
+from longctx.data.records.slices import Slice, joined_digests, lines_in, slices_of
 from longctx.data.records.sources import open_corpus
 from longctx.data.store import folder, shares, writer
 from longctx.data.store.manifest import Manifest, StoreError
@@ -401,14 +401,14 @@ def test_digests_of_spans_are_of_their_bytes(tmp_path: Path) -> None:
     file.write_bytes(bytes(range(256)) * 20)
     spans = slices_of([file], cut=True)
     first = [{"a": part.digest(file)} for part in spans]
-    whole = joined(first)
+    whole = joined_digests(first)
     for place in (0, 1999, 2000, 5119):
         changed = bytearray(bytes(range(256)) * 20)
         changed[place] ^= 1
         file.write_bytes(changed)
-        assert joined([{"a": part.digest(file)} for part in spans]) != whole
+        assert joined_digests([{"a": part.digest(file)} for part in spans]) != whole
     file.write_bytes(bytes(range(256)) * 20)
-    assert joined([{"a": part.digest(file)} for part in spans]) == whole
+    assert joined_digests([{"a": part.digest(file)} for part in spans]) == whole
 
 
 def test_files_that_look_like_notes_stay(tmp_path: Path) -> None:

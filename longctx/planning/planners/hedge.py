@@ -62,6 +62,7 @@ def _with_longer_rings(given: PlanningInput) -> Iterator[Candidate]:
         if block > settings.first_block or not is_possible(given, block):
             continue
         for share in settings.hedge_shares:
+            # One limit for all micro-batches, however many there are.
             one_limit = replace(settings, shares=(share,), several=len(given.lengths) + 1)
             candidate = search_in_blocks(priced.in_blocks(block), one_limit)
             if candidate is not None:
