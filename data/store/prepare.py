@@ -47,8 +47,8 @@ from longctx.data.store.request import StoreRequest
 from longctx.data.store.shares import (
     ALL,
     FinishedSlice,
+    Preparation,
     Share,
-    finished_slices,
     lock,
     make_in_processes,
 )
@@ -121,11 +121,11 @@ def prepare(
         return Prepared(manifest, made=False)
     with partial_folder(out, _identity(request)) as folder:
         _tokenizer(folder, request, progress)
-        slices = request.corpus.slices
-        make_in_processes(folder, request, slices, ALL, workers=workers, progress=progress)
-        finished = finished_slices(folder, len(slices))
+        work = Preparation(folder, request, request.corpus.slices)
+        make_in_processes(work, ALL, workers=workers, progress=progress)
+        finished = work.finished()
         assert finished is not None  # all are made here
-        return _joined(folder, out, request, finished)
+        return _joined(work, out, finished)
 
 
 @checked(
@@ -173,13 +173,13 @@ def prepare_share(
             if not is_held:  # others are putting the store in place
                 return None
             _tokenizer(folder, request, progress)
-        slices = request.corpus.slices
-        make_in_processes(folder, request, slices, share, workers=workers, progress=progress)
+        work = Preparation(folder, request, request.corpus.slices)
+        make_in_processes(work, share, workers=workers, progress=progress)
         with lock(folder / JOIN_LOCK) as is_held:
-            finished = finished_slices(folder, len(slices)) if is_held else None
+            finished = work.finished() if is_held else None
             if finished is None:
                 return None
-            return _joined(folder, out, request, finished)
+            return _joined(work, out, finished)
 
 
 def _request(corpus: Corpus | str | Path, out: Path, choices: Mapping[str, Any]) -> StoreRequest:
@@ -211,11 +211,10 @@ def _listing(request: StoreRequest) -> str:
     return request.digest(request.corpus.listing(with_times=False))
 
 
-def _joined(
-    folder: Path, out: Path, request: StoreRequest, slices: Sequence[FinishedSlice]
-) -> Prepared:
+def _joined(work: Preparation, out: Path, slices: Sequence[FinishedSlice]) -> Prepared:
     """Puts the store in place whose slices are all finished."""
-    manifest = _described(request, folder, slices)
+    folder = work.folder
+    manifest = _described(work, slices)
     manifest.save(folder)
     notes = [file.name for file in folder.iterdir() if is_note(file.name)]
     stays = put_in_place(folder, out)
@@ -224,10 +223,12 @@ def _joined(
     return Prepared(manifest, made=True, stays=tuple(stays))
 
 
-def _described(request: StoreRequest, folder: Path, slices: Sequence[FinishedSlice]) -> Manifest:
+def _described(work: Preparation, slices: Sequence[FinishedSlice]) -> Manifest:
     """Writes what a store has besides its parts. Returns its manifest, which is not written yet."""
+    folder = work.folder
+    request = work.request
     corpus = request.corpus
-    tokenizer = request.given or Tokenizer.load(folder / TOKENIZER)
+    tokenizer = work.tokenizer
     parts = [part for each in slices for part in each.parts]
     digests = joined_digests([each.digests for each in slices])
     read = SourceCounts(noted=corpus.noted | corpus.same_texts(digests))

@@ -4,7 +4,7 @@ digest."""
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,10 @@ class StoreRequest:
                     f"the date is {self.date}, but the chat template asks for no day: omit it "
                     "(--date)"
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a pickle has: nothing that was loaded."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def pretrained(self) -> Pretrained | None:

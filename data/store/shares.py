@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,52 +86,66 @@ class FinishedSlice:
         return cls(parts=parts, read=read, digests=content["digests"])
 
 
-def finished_slices(folder: Path, count: int) -> list[FinishedSlice] | None:
-    """Returns all slices of a source in order; None if one is not finished."""
-    notes = [folder / SliceFiles(number, count).note for number in range(count)]
-    if not all(note.is_file() for note in notes):
-        return None
-    return [FinishedSlice.load(note) for note in notes]
+@dataclass(frozen=True)
+class Preparation:
+    """The store that a request asks for, made of `slices` of its source in a partial folder, where
+    the tokenizer is."""
+
+    folder: Path
+    request: StoreRequest
+    slices: Sequence[Slice]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.request.given or Tokenizer.load(self.folder / TOKENIZER)
+
+    def files(self, number: int) -> SliceFiles:
+        """Returns the names of the files of a slice."""
+        return SliceFiles(number, len(self.slices))
+
+    def is_finished(self, number: int) -> bool:
+        """Returns whether somebody has made a slice."""
+        return (self.folder / self.files(number).note).is_file()
+
+    def finished(self) -> list[FinishedSlice] | None:
+        """Returns all slices in order; None if one is not finished."""
+        numbers = range(len(self.slices))
+        if not all(map(self.is_finished, numbers)):
+            return None
+        return [FinishedSlice.load(self.folder / self.files(number).note) for number in numbers]
 
 
 def make_slices(
-    folder: Path,
-    request: StoreRequest,
-    slices: Sequence[Slice],
-    share: Share,
-    *,
-    workers: int | None,
-    progress: Progress,
+    work: Preparation, share: Share, *, workers: int | None, progress: Progress
 ) -> None:
     """Makes the slices that nobody has made or is making, in the `order` of a share, with so many
-    tokenizer threads. The tokenizer is in the folder."""
-    tokenizer = request.given or Tokenizer.load(folder / TOKENIZER)
-    encoder = Encoder(tokenizer, request, workers)
-    for number in share.order(len(slices)):
-        files = SliceFiles(number, len(slices))
-        if (folder / files.note).is_file():
+    tokenizer threads."""
+    encoder = Encoder(work.tokenizer, work.request, workers)
+    for number in share.order(len(work.slices)):
+        if work.is_finished(number):
             continue
-        with lock(folder / files.lock) as is_held:
-            if is_held and not (folder / files.note).is_file():
-                _make(folder, encoder, slices[number], files=files, progress=progress)
+        with lock(work.folder / work.files(number).lock) as is_held:
+            if is_held and not work.is_finished(number):
+                _make(work, encoder, number, progress=progress)
 
 
-def _make(
-    folder: Path, encoder: Encoder, slice_: Slice, *, files: SliceFiles, progress: Progress
-) -> None:
+def _make(work: Preparation, encoder: Encoder, number: int, *, progress: Progress) -> None:
     """Makes a slice, or what an interrupted process has left of it. Raises CorpusError if a file
     changes meanwhile."""
-    remove_unfinished(folder, files)
+    corpus = work.request.corpus
+    slice_ = work.slices[number]
+    files = work.files(number)
+    remove_unfinished(work.folder, files)
     before = _states(slice_)
-    digests = encoder.request.corpus.digests_of(slice_)
+    digests = corpus.digests_of(slice_)
     read = SourceCounts()
     parts = write_parts(
-        folder, encoder.request.corpus, encoder, read, slice_=slice_, files=files, progress=progress
+        work.folder, corpus, encoder, read, slice_=slice_, files=files, progress=progress
     )
     if _states(slice_) != before:
         names = ", ".join(str(file) for file in slice_.files[:3])
         raise CorpusError(f"{names} changed while it was read: run the command again")
-    FinishedSlice(parts=parts, read=read, digests=digests).save(folder / files.note)
+    FinishedSlice(parts=parts, read=read, digests=digests).save(work.folder / files.note)
 
 
 def _states(part: Slice) -> list[tuple[int, int]]:
@@ -188,13 +202,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def make_in_processes(
-    folder: Path,
-    request: StoreRequest,
-    slices: Sequence[Slice],
-    share: Share,
-    *,
-    workers: int | None,
-    progress: Progress,
+    work: Preparation, share: Share, *, workers: int | None, progress: Progress
 ) -> None:
     """Makes slices as `make_slices` does, in as many processes as there are cores and slices,
     with `workers` tokenizer threads in all (None: one per core).
@@ -202,44 +210,31 @@ def make_in_processes(
     Raises what the first process that fails raises.
     """
     threads = workers or os.cpu_count() or 1
-    count = min(threads, len(slices))
+    count = min(threads, len(work.slices))
     if count == 1:
-        make_slices(folder, request, slices, share, workers=workers, progress=progress)
+        make_slices(work, share, workers=workers, progress=progress)
         return
-    own = _OwnProcesses(folder, request, slices, share, count=count, threads=threads // count)
-    sizes = [slice_.bytes for slice_ in slices]
+    sizes = [slice_.bytes for slice_ in work.slices]
+    own = _OwnProcesses(work, share, count=count, threads=threads // count)
     try:
         while own.are_running():
-            progress("tokenizing", _finished_share(folder, sizes))
+            progress("tokenizing", _finished_share(work, sizes))
             time.sleep(WAIT_S)
     finally:
         own.stop()
     progress("tokenizing", 1)
 
 
-def _finished_share(folder: Path, sizes: Sequence[int]) -> float:
+def _finished_share(work: Preparation, sizes: Sequence[int]) -> float:
     """Returns the share of the bytes of finished slices, of which all have these `sizes`."""
-    finished = 0
-    for number, size in enumerate(sizes):
-        if (folder / SliceFiles(number, len(sizes)).note).is_file():
-            finished += size
+    finished = sum(size for number, size in enumerate(sizes) if work.is_finished(number))
     return finished / max(1, sum(sizes))
 
 
 class _OwnProcesses:
-    """Processes that each make slices of a share in a partial folder."""
+    """Processes that each make slices of a share."""
 
-    def __init__(
-        self,
-        folder: Path,
-        request: StoreRequest,
-        slices: Sequence[Slice],
-        share: Share,
-        *,
-        count: int,
-        threads: int,
-    ) -> None:
-        choices = {each.name: getattr(request, each.name) for each in fields(request)}
+    def __init__(self, work: Preparation, share: Share, *, count: int, threads: int) -> None:
         self._running: list[subprocess.Popen[bytes]] = []
         for number in range(count):
             # Share 3/64 of a machine with 4 processes is those from 3/256 on, every 64th.
@@ -251,7 +246,7 @@ class _OwnProcesses:
             )
             self._running.append(process)
             assert process.stdin is not None
-            pickle.dump((folder, choices, slices, its, threads), process.stdin)
+            pickle.dump((work, its, threads), process.stdin)
             process.stdin.flush()  # it stays open: a process ends with the one that started it
 
     def are_running(self) -> bool:
@@ -300,12 +295,11 @@ def _silent(stage: str, share: float) -> None:
 
 def _serve(given: IO[bytes], said: IO[bytes]) -> None:
     """Makes slices as the parent process asks, and tells it the error, or None."""
-    folder, choices, slices, share, threads = pickle.load(given)
+    work, share, threads = pickle.load(given)
     threading.Thread(target=_end_with_parent, args=(given.fileno(),), daemon=True).start()
     error: Exception | None = None
     try:
-        request = StoreRequest(**choices)
-        make_slices(folder, request, slices, share, workers=threads, progress=_silent)
+        make_slices(work, share, workers=threads, progress=_silent)
     except Exception as raised:
         error = raised
     pickle.dump(error, said)

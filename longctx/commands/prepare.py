@@ -236,6 +236,7 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
     from longctx.data.store.prepare import prepare, prepare_share
     from longctx.data.store.shares import Share
 
+    share = None if arguments.share is None else Share.parse(arguments.share)
     corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in READ})
     choices = {name: getattr(arguments, name) for name in ASKED}
     choices["vocab_size"] = DEFAULT_VOCABULARY
@@ -245,9 +246,8 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
     choices["empty_thoughts"] = arguments.train_on_empty_thoughts
     choices["special_as_text"] = arguments.special_tokens_as_text
     with progress_bar() as progress:
-        if arguments.share is None:
+        if share is None:
             return prepare(corpus, out, progress=progress, **choices)
-        share = Share.parse(arguments.share)
         return prepare_share(corpus, out, share, progress=progress, **choices)
 
 

@@ -213,24 +213,19 @@ def _groups(config: Config) -> Iterator[Problem]:
 
 def _indexed(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """Checks what attention to keys that an indexer selects cannot do."""
-    if config.data.merge_prefixes and spec.selects_keys:
-        rule = "indexers of this model select keys by their place in one sequence"
-        yield Problem(
-            "data.merge_prefixes",
-            True,
-            rule=rule,
-            fix="omit it",
-            others=("model.from_pretrained",),
+    if not spec.selects_keys:
+        return
+    reasons = {}
+    if config.data.merge_prefixes:
+        reasons["data.merge_prefixes"] = (
+            "indexers of this model select keys by their place in one sequence"
         )
-    if config.train.compile and spec.selects_keys:
-        rule = "indexers select other keys in every micro-batch, which no compiled program holds"
-        yield Problem(
-            "train.compile",
-            True,
-            rule=rule,
-            fix="omit it",
-            others=("model.from_pretrained",),
+    if config.train.compile:
+        reasons["train.compile"] = (
+            "indexers select other keys in every micro-batch, which no compiled program holds"
         )
+    for name, rule in reasons.items():
+        yield Problem(name, True, rule=rule, fix="omit it", others=("model.from_pretrained",))
 
 
 def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:

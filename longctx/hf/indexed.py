@@ -68,7 +68,8 @@ class Selection:
         named: dict[str, Any],
     ) -> None:
         self.indexer = indexer
-        self.most: int = indexer.index_topk  # type: ignore[assignment]  # of modules
+        of_any: Any = indexer  # types of modules know only parameters and submodules
+        self.most: int = of_any.index_topk
         signature = inspect.signature(type(indexer).forward)
         bound = signature.bind(indexer, *arguments, **named)
         self._inputs: dict[str, Any] = bound.arguments

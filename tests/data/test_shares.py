@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from longctx.data.records.sources import open_corpus
 from longctx.data.store import folder, shares, writer
 from longctx.data.store.manifest import Manifest, StoreError
 from longctx.data.store.prepare import prepare, prepare_share
+from longctx.data.store.request import StoreRequest
 from longctx.data.store.shares import Share
 from longctx.data.store.store import Store
 from tests.data_cases import CONVERSATION
@@ -437,10 +439,20 @@ def test_an_unfinished_share_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = written(tmp_path / "source", 0)
-    monkeypatch.setattr("longctx.data.store.prepare.finished_slices", lambda *_: None)
+    monkeypatch.setattr(shares.Preparation, "finished", lambda _: None)
     command = ["prepare", "--source", str(source), "--tokenizer", "bytes"]
     command += ["--out", str(tmp_path / "out"), "--share", "2/3"]
     assert main(command) == 0
     assert "share 2/3 is finished, and others are not yet" in capsys.readouterr().out
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["made"] is False
+
+
+def test_a_request_travels_without_what_it_has_loaded(tmp_path: Path) -> None:
+    """Tokenizers and templates may not be pickled, and are loaded where they are needed."""
+    source = open_corpus(str(written(tmp_path / "source", 0)))
+    request = StoreRequest(source, tokenizer="bytes", train_on="last")
+    assert request.given is not None and "given" in vars(request)
+    again = pickle.loads(pickle.dumps(request))
+    assert again == request and "given" not in vars(again)
+    assert again.digest("source") == request.digest("source")

@@ -2,6 +2,7 @@
 cannot be exact is refused by name."""
 
 import copy
+import inspect
 import pickle
 from dataclasses import replace
 from itertools import chain, product
@@ -181,7 +182,7 @@ def test_other_indexers_are_refused(kind: str, text: str) -> None:
 def test_an_indexer_with_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = cases.make_model(Case())
     kind = type(indexers(model)[0])
-    monkeypatch.setattr(kind, "forward", kind.forward.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(kind, "forward", inspect.unwrap(kind.forward))
     with pytest.raises(HuggingFaceError, match="training an indexer"):
         prepare(model)
 

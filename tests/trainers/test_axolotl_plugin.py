@@ -19,7 +19,7 @@ from tests.trainer_cases import arguments, as_rank_alone, documents, model, pad
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, where Axolotl is not installed, too."""
     base = types.ModuleType("axolotl.integrations.base")
-    base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
+    vars(base)["BasePlugin"] = type("BasePlugin", (), {})
     for name in ("axolotl", "axolotl.integrations"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, base.__name__, base)

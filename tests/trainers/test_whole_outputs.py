@@ -576,7 +576,8 @@ def test_logits_of_padding_are_not_computed() -> None:
         return torch.nn.functional.linear(hidden, layer.weight)
 
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]])
-    planned: Any = PlannedBase(exchange=None)  # type: ignore[arg-type]
+    unused: Any = None
+    planned = PlannedBase(exchange=unused)
     planned.mask = mask
     hidden = torch.randn(2, 4, 6) * mask[..., None]
     found = []
