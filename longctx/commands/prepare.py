@@ -236,7 +236,9 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
     from longctx.data.store.prepare import prepare, prepare_share
     from longctx.data.store.shares import Share
 
-    share = None if arguments.share is None else Share.parse(arguments.share)
+    share = None
+    if arguments.share is not None:
+        share = Share.parse(arguments.share)
     corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in READ})
     choices = {name: getattr(arguments, name) for name in ASKED}
     choices["vocab_size"] = DEFAULT_VOCABULARY
