@@ -58,7 +58,7 @@ class Plan:
     """The micro-batches of one step, in the order in which every rank runs them.
 
     Attributes:
-        winner: chosen plan under that mode, such as `static:8`, `bins` or `search`.
+        winner: chosen plan under that mode, `static:8`, `bins`, `search` or `hedged search`.
         ranks: size N of the domain.
         micro_batches: placements of each micro-batch; every document is placed exactly once.
         cost: modelled cost; None if the plan was not scored.

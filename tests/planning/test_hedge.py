@@ -56,6 +56,7 @@ def test_a_hedged_plan_loses_less_where_the_profile_is_wrong(mix: str) -> None:
     assert max(plain_losses) > 0.1
     assert max(hedged_losses) < 0.08
     assert plain_losses[0] < hedged_losses[0] < plain_losses[0] + 0.03
+    assert (plain.winner, hedged.winner) == ("search", "hedged search")
     assert hedged.cost.makespan_s == true_time_s(hedged, H100)
 
 

@@ -66,4 +66,4 @@ def _with_longer_rings(given: PlanningInput) -> Iterator[Candidate]:
             one_limit = replace(settings, shares=(share,), several=len(given.lengths) + 1)
             candidate = search_in_blocks(priced.in_blocks(block), one_limit)
             if candidate is not None:
-                yield candidate
+                yield candidate._replace(winner="hedged search")
