@@ -9,7 +9,7 @@ Lengths come from a named mix, a file, a store or groups. Plans are scored, noth
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -119,16 +119,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         return _run_against(arguments)
     from longctx.comparison.modelled import compare_case, mean_rows
-    from longctx.training.described import preset_profile
+    from longctx.training.described import preset_profile, sharded_preset_profile
 
     check_writable(arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
-    source, cases, changed = _cases(arguments, named.profile)
+
+    def profile_on(ranks: int) -> "HardwareProfile":
+        tokens = arguments.tokens_per_rank
+        return sharded_preset_profile(
+            arguments.profile, arguments.model, domain=ranks, tokens_per_rank=tokens
+        ).profile
+
+    source, cases, changed = _cases(arguments, profile_on)
     rows: list[PlannerRow] = []
     with progress_bar() as show:
         for number, case in enumerate(cases):
             show(f"planning {case.ranks} ranks", number / len(cases))
-            rows += compare_case(case, named.profile)
+            rows += compare_case(case, profile_on(case.ranks))
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
@@ -175,7 +182,9 @@ def _run_against(arguments: argparse.Namespace) -> int:
             show(f"planning {ranks} ranks", number / len(all_ranks))
             arguments.ranks = (ranks,)
             source, steps, changed = _cases(
-                arguments, named.profile, most_of_row=ranks * arguments.tokens_per_rank
+                arguments,
+                lambda _: named.profile,
+                most_of_row=ranks * arguments.tokens_per_rank,
             )
             room = Room.of(arguments.profile, arguments.model, ranks)
             job = _job(steps, named.profile, room=room, seed=arguments.seed or 0)
@@ -233,7 +242,7 @@ def _print_against(
 
 def _cases(
     arguments: argparse.Namespace,
-    profile: "HardwareProfile",
+    profile_on: Callable[[int], "HardwareProfile"],
     *,
     most_of_row: int | None = None,
 ) -> tuple["LengthSource", list["Case"], list[str]]:
@@ -256,7 +265,7 @@ def _cases(
         source,
         arguments.ranks or DEFAULT_RANKS,
         tokens_per_rank=arguments.tokens_per_rank,
-        profile=profile,
+        profile_on=profile_on,
         long_documents=long_documents,
         all_must_fit=arguments.ranks is not None,
         fixed_degree=arguments.baseline,

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.planning.cost.bounds import tight_bound_s
     from longctx.planning.planners.bins import derived_bins
     from longctx.planning.planners.planner import make_plan
-    from longctx.training.described import preset_profile
+    from longctx.training.described import sharded_preset_profile
 
     check_picture(arguments.png)
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks)
@@ -93,12 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
         max_remote_tokens=None,
         pipeline=pipeline,
     )
-    planned = preset_profile(
+    planned = sharded_preset_profile(
         arguments.profile,
         arguments.model,
-        pipeline=pipeline,
         domain=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
+        pipeline=pipeline,
     )
     lengths, source = _step(arguments, planned.profile)
     plan = make_plan(

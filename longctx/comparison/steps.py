@@ -165,16 +165,16 @@ def make_cases(
     source: LengthSource,
     ranks: Sequence[int],
     tokens_per_rank: int,
-    profile: HardwareProfile,
+    profile_on: Callable[[int], HardwareProfile],
     long_documents: str,
     all_must_fit: bool,
     fixed_degree: int | None = None,
 ) -> tuple[list[Case], list[str]]:
     """Returns the steps for every number of ranks, and remarks on documents that are too long.
 
-    Numbers of ranks that cannot hold the documents, or not at `fixed_degree`, are skipped with a
-    remark, or with `all_must_fit` refused. Raises UserError for a refused number of ranks, or if
-    all are skipped.
+    `profile_on` returns the profile of a number of ranks. Numbers of ranks that cannot hold the
+    documents, or not at `fixed_degree`, are skipped with a remark, or with `all_must_fit` refused.
+    Raises UserError for a refused number of ranks, or if all are skipped.
     """
     cases: list[Case] = []
     words: list[str] = []
@@ -188,7 +188,7 @@ def make_cases(
                 source,
                 n,
                 tokens_per_rank=tokens_per_rank,
-                profile=profile,
+                profile=profile_on(n),
                 long_documents=long_documents,
                 fixed_degree=fixed_degree,
             )

@@ -124,14 +124,11 @@ class Config(BaseModel):
         `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        # Experts and linear attention are not compiled; tiles would compile every block again for
-        # every number of tiles.
         if device != "cuda":
             return False
-        if spec is not None and any(layer.experts or layer.scan for layer in spec.layers):
+        if spec is not None and not spec.compiled_by_default:
             return False
-        if spec is not None and spec.selects_keys:
-            return False
+        # Tiles would compile every block again for every number of tiles.
         return self.parallel.tensor_parallel_size == 1 and self.train.mlp_tile_tokens is None
 
     def domain(self, world_size: int) -> int:

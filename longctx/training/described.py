@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from longctx.config.settings import ModelSection
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
+from longctx.planning.cost.fixed import GATHERS, ShardedStates, with_fixed_costs
 from longctx.planning.cost.scaling import arithmetic_said, scale
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
@@ -52,7 +53,11 @@ class Described(BaseModel):
         return self.work_of(self.model.spec)
 
     def work_of(self, spec: ModelSpec, **of_run: Any) -> RankWork:
-        """Returns the work of a model with the settings described."""
+        """Returns the work of a model with the settings described; blocks of another model are
+        compiled if they are by default."""
+        compiled = self.compiled
+        if spec != self.model.spec:
+            compiled = compiled and spec.compiled_by_default
         return work_of(
             spec,
             self.dtype,
@@ -60,7 +65,7 @@ class Described(BaseModel):
             keep_kv=self.keep_kv,
             tensor=self.tensor_parallel_size,
             expert=self.expert_parallel_size,
-            compiled=self.compiled,
+            compiled=compiled,
             **of_run,
         )
 
@@ -151,30 +156,76 @@ class ProfilesDiffer(UserError):
     """Raised on all ranks if ranks have different profiles, which would give different plans."""
 
 
-def preset_profile(
-    name: str,
-    preset: str | None = None,
-    pipeline: Pipeline = NO_PIPELINE,
-    domain: int = 1,
-    tokens_per_rank: int = 1,
-) -> RunProfile:
+def preset_profile(name: str, preset: str | None = None) -> RunProfile:
     """Returns the profile for planning without a run, scaled to a preset (None: the profile's own
-    model)."""
+    model), without what sharded weights take."""
     profile, described = read_described(name)
     if described is None:
         return unscaled(name, profile)
-    spec = with_vocabulary(
-        (described.model if preset is None else ModelSection(preset=preset).sizes()).spec, described
-    )
+    work = described.work_of(_preset_spec(described, preset))
+    what = preset or "its model"
+    return _named_as_scaled(name, profile, described=described, work=work, what=what)
+
+
+def sharded_preset_profile(
+    name: str,
+    preset: str | None,
+    *,
+    domain: int,
+    tokens_per_rank: int,
+    pipeline: Pipeline = NO_PIPELINE,
+) -> RunProfile:
+    """Returns `preset_profile` with what gathers and updates take, as weights are sharded over the
+    `domain` ranks by default, and in a pipeline scaled to its slowest rank.
+
+    A profile that was measured has what gathers and updates took there.
+    """
+    profile, described = read_described(name)
+    if described is None:
+        return unscaled(name, profile)
+    spec = _preset_spec(described, preset)
     if pipeline.stages > len(spec.layers):
         raise UserError(
             f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} "
             f"has only {len(spec.layers)} layers: use fewer pipeline ranks or chunks, or another "
             "--model"
         )
-    gpus = domain * pipeline.ranks * described.tensor_parallel_size
-    work = described.work_of(spec, pipeline=pipeline, tokens_per_rank=tokens_per_rank, gpus=gpus)
-    what = (preset or "its model") + " in a pipeline" * (pipeline.ranks > 1)
+    work = described.work_of(
+        spec,
+        pipeline=pipeline,
+        tokens_per_rank=tokens_per_rank,
+        gpus=domain * pipeline.ranks * described.tensor_parallel_size,
+    )
+    what = preset or "its model"
+    if pipeline.ranks > 1:
+        what += " in a pipeline"
+    scaled = _named_as_scaled(name, profile, described=described, work=work, what=what)
+    if not described.from_data_sheets:
+        return scaled
+    states = ShardedStates.of(
+        spec,
+        work,
+        dtype=described.dtype,
+        shards=domain,
+        pipeline_ranks=pipeline.ranks,
+        gathers=GATHERS["block"],
+        reduces_each=False,
+    )
+    with_states = with_fixed_costs(scaled.profile, work, states, tokens_per_rank)
+    return replace(scaled, profile=with_states)
+
+
+def _preset_spec(described: Described, preset: str | None) -> ModelSpec:
+    """Returns the sizes of a preset, or of the model that a profile describes."""
+    shape = described.model
+    if preset is not None:
+        shape = ModelSection(preset=preset).sizes()
+    return with_vocabulary(shape.spec, described)
+
+
+def _named_as_scaled(
+    name: str, profile: HardwareProfile, described: Described, work: RankWork, what: str
+) -> RunProfile:
     scaled = scaled_to(name, profile, described=described, work=work, what=what)
     if scaled.profile == profile:
         return scaled

@@ -12,9 +12,9 @@ from longctx.attention.linear import fused
 from longctx.config import Config
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
-from longctx.planning.cost.fixed import ShardedStates, with_fixed_costs
+from longctx.planning.cost.fixed import GATHERS, ShardedStates, with_fixed_costs
 from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.cost.work import ELEMENT_BYTES, RankWork, work_of
+from longctx.planning.cost.work import RankWork, work_of
 from longctx.planning.hardware_profile import shipped_profiles
 from longctx.training.described import (
     Described,
@@ -32,10 +32,6 @@ UNKNOWN_GPU = "h100-nvlink-ib"
 FLOAT8_TIME = 0.5
 """Time of products in float8, without what they move, relative to bfloat16, by the float8 runs in
 bench/published_runs.csv (bench/published_fit.py)."""
-
-
-GATHERS = {"block": 2, "micro_batch": 1, "step": 0}
-"""How often a micro-batch gathers all weights, by `parallel.reshard_after`."""
 
 
 def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> RunProfile:
@@ -138,14 +134,14 @@ def work_of_run(config: Config, spec: ModelSpec, ranks: int, device: str) -> Ran
 
 def states_of_run(config: Config, spec: ModelSpec, ranks: int, work: RankWork) -> ShardedStates:
     """Returns what a rank of a run gathers, reduces and updates, beside its `work`."""
-    split = work.tensor * config.pipeline.ranks
-    return ShardedStates(
+    return ShardedStates.of(
+        spec,
+        work,
+        dtype=config.dtype,
         shards=config.parallel.shard_ranks or config.domain(ranks),
+        pipeline_ranks=config.pipeline.ranks,
         gathers=GATHERS[config.parallel.reshard_after],
-        element_bytes=ELEMENT_BYTES[config.dtype],
         reduces_each=config.parallel.reduce_after == "micro_batch",
-        trained=spec.trained_parameters / split,
-        waits=any(layer.experts for layer in spec.layers) and work.expert_ranks == 1,
     )
 
 

@@ -266,16 +266,23 @@ def from_file(
     )
 
 
+def on_h100(_: int) -> HardwareProfile:
+    """Returns the profile of any number of ranks."""
+    return H100
+
+
 def test_long_documents_are_split_and_reported() -> None:
     assert fit([10, 4, 9, 3], 4) == (4, 4, 2, 4, 4, 4, 1, 3)
-    cases, words = make_cases(from_file("split"), [2, 8], 8192, H100, "split", all_must_fit=True)
+    cases, words = make_cases(from_file("split"), [2, 8], 8192, on_h100, "split", all_must_fit=True)
     assert [case.lengths for case in cases] == [(16384, 16384, 7232, 5), (40_000, 5)]
     assert [case.longest for case in cases] == [16384, 40_000]
     assert words[1] == "1 documents longer than 16,384 tokens, the maximum of 2 ranks, split"
-    cases, words = make_cases(from_file("error"), [2, 8], 8192, H100, "error", all_must_fit=False)
+    cases, words = make_cases(
+        from_file("error"), [2, 8], 8192, on_h100, "error", all_must_fit=False
+    )
     assert [case.ranks for case in cases] == [8]
     assert words[0].startswith("2 ranks are skipped: document 0 has 40000 tokens")
-    cases, words = make_cases(from_file("drop"), [2], 8192, H100, "drop", all_must_fit=True)
+    cases, words = make_cases(from_file("drop"), [2], 8192, on_h100, "drop", all_must_fit=True)
     assert cases[0].lengths == (5,) and cases[0].longest == 5 and words[1].endswith("dropped")
 
 
@@ -284,7 +291,7 @@ def test_steps_are_drawn_from_a_file_as_training_draws_them() -> None:
     draws the same."""
     lengths = range(1, 1001)
     cases, words = make_cases(
-        from_file("error", lengths, 100_000), [2], 8192, H100, "error", all_must_fit=True
+        from_file("error", lengths, 100_000), [2], 8192, on_h100, "error", all_must_fit=True
     )
     assert words == []
     drawn = [length for case in cases for length in case.lengths]
@@ -296,7 +303,12 @@ def test_steps_are_drawn_from_a_file_as_training_draws_them() -> None:
     sampler = Sampler(np.array(lengths), global_tokens=100_000, seed=1, max_length=1000)
     assert cases[0].lengths == tuple(piece.length for piece in sampler.step(0)[0])
     more, _ = make_cases(
-        from_file("error", lengths, 100_000, steps=9), [2], 8192, H100, "error", all_must_fit=True
+        from_file("error", lengths, 100_000, steps=9),
+        [2],
+        8192,
+        on_h100,
+        "error",
+        all_must_fit=True,
     )
     assert more[:3] == cases
 
@@ -320,14 +332,14 @@ def test_steps_of_a_store_are_those_of_training(tmp_path: Path) -> None:
 
 def test_a_file_with_fewer_tokens_than_a_step_is_one_step_and_reported() -> None:
     cases, words = make_cases(
-        from_file("error", [7, 3, 5], 16), [2], 8192, H100, "error", all_must_fit=True
+        from_file("error", [7, 3, 5], 16), [2], 8192, on_h100, "error", all_must_fit=True
     )
     assert [case.lengths for case in cases] == [(7, 3, 5)]
     assert words == [
         "on 2 ranks all documents are one step: they have 15 tokens, fewer than 16 per step"
     ]
     cases, words = make_cases(
-        from_file("error", [7, 3, 5], 15), [2], 8192, H100, "error", all_must_fit=True
+        from_file("error", [7, 3, 5], 15), [2], 8192, on_h100, "error", all_must_fit=True
     )
     assert [sorted(case.lengths) for case in cases] == [[3, 5, 7]] * 3 and words == []
 
@@ -339,7 +351,7 @@ def test_the_fixed_degree_of_a_mix_holds_documents_that_are_not_drawn(
     """64 ranks hold 1,048,576 tokens: of wikipedia's longest documents that is what splitting
     leaves."""
     (case,), _ = make_cases(
-        mix_source(mix, 16, 4, 0, 1), [64], 16384, H100, "split", all_must_fit=True
+        mix_source(mix, 16, 4, 0, 1), [64], 16384, on_h100, "split", all_must_fit=True
     )
     assert max(case.lengths) < case.longest
     assert compare_case(case, H100, ("fixed-static",))[0].winner == f"static:{degree}"
@@ -349,15 +361,15 @@ def test_a_named_degree_must_hold_the_longest_document_of_the_data_set() -> None
     """Like all ranks, even if no step has it."""
     long = from_file("error", [100] * 1000 + [99_999], 500, steps=1)
     with pytest.raises(PlanError, match="document 1000 has 99999 tokens"):
-        make_cases(long, [2], 8192, H100, "error", all_must_fit=True)
+        make_cases(long, [2], 8192, on_h100, "error", all_must_fit=True)
     source = from_file("error", [100] * 1000 + [30_000], 500, steps=1)
     with pytest.raises(
         PlanError,
         match=r"static:2 does not hold the longest document of 30,000 tokens.*use degree 4 or more",
     ):
-        make_cases(source, [8], 8192, H100, "error", all_must_fit=True, fixed_degree=2)
+        make_cases(source, [8], 8192, on_h100, "error", all_must_fit=True, fixed_degree=2)
     cases, words = make_cases(
-        source, [8, 12, 16], 8192, H100, "error", all_must_fit=False, fixed_degree=8
+        source, [8, 12, 16], 8192, on_h100, "error", all_must_fit=False, fixed_degree=8
     )
     assert [case.fixed_degree for case in cases] == [8, 8]
     assert words == [

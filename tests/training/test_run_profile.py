@@ -32,8 +32,14 @@ from longctx.planning.pipeline import Pipeline
 from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
 from longctx.training.data import make_planner
-from longctx.training.described import ProfilesDiffer, preset_profile, read_described
-from longctx.training.run_profile import FLOAT8_TIME, run_profile
+from longctx.training.described import (
+    ProfilesDiffer,
+    preset_profile,
+    read_described,
+    sharded_preset_profile,
+    with_vocabulary,
+)
+from longctx.training.run_profile import FLOAT8_TIME, run_profile, scaled_profile
 from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
@@ -49,6 +55,7 @@ EIGHT_B = [
     "train.dtype=bfloat16",
     "train.device=cuda",
 ]
+H100_DESCRIBED = read_described("h100-nvlink-ib")[1]
 TINY = ["model.preset=tiny", "model.vocab_size=4096", "train.device=cpu"]
 
 
@@ -657,7 +664,9 @@ def test_planning_without_a_run_reports_the_profile(
     assert main([*common, "--json"]) == 0
     told = capsys.readouterr()
     assert said in told.err
-    assert (HardwareProfile.from_dict(json.loads(told.out)["profile"]) == H100) == (not arguments)
+    planned = HardwareProfile.from_dict(json.loads(told.out)["profile"])
+    assert (apart_from(planned, H100) == H100) == (not arguments)
+    assert planned.step_s > H100.step_s, "updates"
     assert main([*common, "--pipeline-ranks", "40"]) == 2
     assert "40 stages" in capsys.readouterr().err
 
@@ -687,9 +696,48 @@ def test_compare_scales_to_the_model_whose_bytes_it_shows(
     step = next(
         row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto"
     )
-    scaled = preset_profile("h100-nvlink-ib", "llama-3.2-1b").profile
+    scaled = sharded_preset_profile(
+        "h100-nvlink-ib", "llama-3.2-1b", domain=4, tokens_per_rank=16384
+    ).profile
     plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)
     assert step == pytest.approx(plan.makespan_s)
+
+
+@pytest.mark.parametrize("preset", ["llama-3.2-1b", "qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize(("ranks", "tokens", "pipeline"), [(7, 64, 1), (64, 8192, 1), (12, 64, 2)])
+def test_a_plan_without_a_run_costs_what_the_run_does(
+    preset: str, ranks: int, tokens: int, pipeline: int
+) -> None:
+    """Gathers, reductions and updates included, on a profile of data sheets."""
+    found = sharded_preset_profile(
+        "h100-nvlink-ib",
+        preset,
+        domain=ranks,
+        tokens_per_rank=tokens,
+        pipeline=Pipeline(pipeline),
+    ).profile
+    settings = [
+        f"model.preset={preset}",
+        "model.vocab_size=128256",
+        "context.profile=h100-nvlink-ib",
+        "context.keep_kv=false",
+        "train.device=cuda",
+        "train.dtype=bfloat16",
+        f"batch.tokens_per_rank={tokens}",
+        f"parallel.pipeline_parallel_size={pipeline}",
+    ]
+    config = load(None, settings)
+    spec = with_vocabulary(config.model_source(128256).spec, H100_DESCRIBED)
+    of_run = scaled_profile(config, spec, ranks * pipeline).profile
+    assert found == of_run
+    assert found.step_s > 0, "updates"
+
+
+def test_a_measured_profile_already_has_what_sharded_weights_take() -> None:
+    known = preset_profile("cpu-2core", "tiny").profile
+    assert (
+        sharded_preset_profile("cpu-2core", "tiny", domain=4, tokens_per_rank=64).profile == known
+    )
 
 
 def test_float8_makes_products_faster() -> None:

@@ -9,10 +9,13 @@ nothing is queued ahead and no gather is hidden.
 
 from dataclasses import dataclass, replace
 
-from longctx.planning.cost.work import RankWork
+from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.work import ELEMENT_BYTES, RankWork
 from longctx.planning.hardware_profile import HardwareProfile
 
 FLOAT32 = 4
+GATHERS = {"block": 2, "micro_batch": 1, "step": 0}
+"""How often a micro-batch gathers all weights, by `parallel.reshard_after`."""
 UPDATE_BYTES = 40
 """Bytes of memory that AdamW and clipping read and write per parameter, all in float32: the weight
 and two moments are read and written, the gradient is read twice, and scaled (read and written)."""
@@ -37,6 +40,31 @@ class ShardedStates:
     reduces_each: bool
     trained: float
     waits: bool
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        work: RankWork,
+        *,
+        dtype: str,
+        shards: int,
+        pipeline_ranks: int,
+        gathers: int,
+        reduces_each: bool,
+    ) -> "ShardedStates":
+        """Returns the states of a rank that does `work`, for a model whose weights are gathered in
+        `dtype`."""
+        split = work.tensor * pipeline_ranks
+        has_experts = any(layer.experts for layer in spec.layers)
+        return cls(
+            shards=shards,
+            gathers=gathers,
+            element_bytes=ELEMENT_BYTES[dtype],
+            reduces_each=reduces_each,
+            trained=spec.trained_parameters / split,
+            waits=has_experts and work.expert_ranks == 1,
+        )
 
     def gathered(self, work: RankWork) -> float:
         """Returns the numbers that a rank receives from others to have all its weights once."""

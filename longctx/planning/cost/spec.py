@@ -299,6 +299,14 @@ class ModelSpec:
         return any(layer.selection_bytes + layer.lent_bytes > 0 for layer in self.layers)
 
     @property
+    def compiled_by_default(self) -> bool:
+        """Whether blocks are compiled on GPUs unless settings say otherwise: experts, linear
+        attention and selected keys are not."""
+        if self.selects_keys:
+            return False
+        return not any(layer.experts or layer.scan for layer in self.layers)
+
+    @property
     def sends_latents(self) -> bool:
         return any(layer.latent.values for layer in self.layers)
 
