@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 from harness import Table, command, facts, options
 from longctx.comparison.against import AgainstRow, Job, compare_with
@@ -19,7 +20,7 @@ from longctx.comparison.mixes import load_mix, mix_names
 from longctx.comparison.room import Room
 from longctx.comparison.steps import fit
 from longctx.comparison.ways import Way, read_ways
-from longctx.planning.hardware_profile import HardwareProfile
+from longctx.training.described import sharded_preset_profile
 
 PROFILE = "h100-nvlink-ib"
 RANKS = 8
@@ -63,12 +64,16 @@ def draw_steps(setting: Setting, steps: int) -> tuple[tuple[int, ...], ...]:
 
 def measure(setting: Setting, steps: int, ways: Sequence[Way]) -> list[AgainstRow]:
     """Compares longctx with the ways on the documents of a setting."""
+    sharded = partial(
+        sharded_preset_profile, PROFILE, None, domain=RANKS, tokens_per_rank=TOKENS_PER_RANK
+    )
     job = Job(
         steps=draw_steps(setting, steps),
         longest=setting.most_tokens,
         ranks=RANKS,
         tokens_per_rank=TOKENS_PER_RANK,
-        profile=HardwareProfile.load(PROFILE),
+        profile=sharded().profile,
+        whole_profile=sharded(reshard_after="step").profile,
         room=Room.of(PROFILE, None, RANKS),
     )
     return compare_with(ways, job)

@@ -9,8 +9,9 @@ Lengths come from a named mix, a file, a store or groups. Plans are scored, noth
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from longctx.commands.lengths import (
@@ -28,7 +29,6 @@ from longctx.units import whole_number
 if TYPE_CHECKING:
     from longctx.comparison.against import AgainstRow, Job
     from longctx.comparison.modelled import Case, PlannerRow
-    from longctx.comparison.room import Room
     from longctx.comparison.steps import LengthSource
     from longctx.planning.hardware_profile import HardwareProfile
 
@@ -119,23 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         return _run_against(arguments)
     from longctx.comparison.modelled import compare_case, mean_rows
-    from longctx.training.described import preset_profile, sharded_preset_profile
+    from longctx.training.described import preset_profile
 
     check_writable(arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
-
-    def profile_on(ranks: int) -> "HardwareProfile":
-        tokens = arguments.tokens_per_rank
-        return sharded_preset_profile(
-            arguments.profile, arguments.model, domain=ranks, tokens_per_rank=tokens
-        ).profile
-
-    source, cases, changed = _cases(arguments, profile_on)
+    source, cases, changed = _cases(arguments)
     rows: list[PlannerRow] = []
     with progress_bar() as show:
         for number, case in enumerate(cases):
             show(f"planning {case.ranks} ranks", number / len(cases))
-            rows += compare_case(case, profile_on(case.ranks))
+            rows += compare_case(case, _profile(arguments, case.ranks))
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
@@ -163,7 +156,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_against(arguments: argparse.Namespace) -> int:
     """Compares with the ways that --against names, on every number of ranks."""
     from longctx.comparison.against import compare_with
-    from longctx.comparison.room import Room
     from longctx.training.described import preset_profile
 
     if arguments.baseline is not None:
@@ -181,14 +173,9 @@ def _run_against(arguments: argparse.Namespace) -> int:
         for number, ranks in enumerate(all_ranks):
             show(f"planning {ranks} ranks", number / len(all_ranks))
             arguments.ranks = (ranks,)
-            source, steps, changed = _cases(
-                arguments,
-                lambda _: named.profile,
-                most_of_row=ranks * arguments.tokens_per_rank,
-            )
-            room = Room.of(arguments.profile, arguments.model, ranks)
-            job = _job(steps, named.profile, room=room, seed=arguments.seed or 0)
-            rows = compare_with(arguments.against.ways, job)
+            most_of_row = ranks * arguments.tokens_per_rank
+            source, steps, changed = _cases(arguments, most_of_row=most_of_row)
+            rows = compare_with(arguments.against.ways, _job(arguments, steps))
             found.append((rows, "; ".join([source.words, *changed])))
     written = [{**asdict(row), "fits": row.fits} for rows, _ in found for row in rows]
     if arguments.csv:
@@ -202,11 +189,10 @@ def _run_against(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _job(
-    steps: "Sequence[Case]", profile: "HardwareProfile", room: "Room | None", seed: int
-) -> "Job":
+def _job(arguments: argparse.Namespace, steps: "Sequence[Case]") -> "Job":
     """Returns the steps of one number of ranks as a job."""
     from longctx.comparison.against import Job
+    from longctx.comparison.room import Room
 
     first = steps[0]
     return Job(
@@ -214,11 +200,28 @@ def _job(
         longest=first.longest or max(max(case.lengths) for case in steps),
         ranks=first.ranks,
         tokens_per_rank=first.tokens_per_rank,
-        profile=profile,
-        room=room,
+        profile=_profile(arguments, first.ranks),
+        whole_profile=_profile(arguments, first.ranks, reshard_after="step"),
+        room=Room.of(arguments.profile, arguments.model, first.ranks),
         single_degree=first.single_degree,
-        seed=seed,
+        seed=arguments.seed or 0,
     )
+
+
+def _profile(
+    arguments: argparse.Namespace, ranks: int, *, reshard_after: str = "block"
+) -> "HardwareProfile":
+    """Returns the profile of ranks that share the weights of the model."""
+    from longctx.training.described import sharded_preset_profile
+
+    named = sharded_preset_profile(
+        arguments.profile,
+        arguments.model,
+        domain=ranks,
+        tokens_per_rank=arguments.tokens_per_rank,
+        reshard_after=reshard_after,
+    )
+    return named.profile
 
 
 def _print_against(
@@ -242,7 +245,6 @@ def _print_against(
 
 def _cases(
     arguments: argparse.Namespace,
-    profile_on: Callable[[int], "HardwareProfile"],
     *,
     most_of_row: int | None = None,
 ) -> tuple["LengthSource", list["Case"], list[str]]:
@@ -265,7 +267,7 @@ def _cases(
         source,
         arguments.ranks or DEFAULT_RANKS,
         tokens_per_rank=arguments.tokens_per_rank,
-        profile_on=profile_on,
+        profile_on=partial(_profile, arguments),
         long_documents=long_documents,
         all_must_fit=arguments.ranks is not None,
         fixed_degree=arguments.baseline,

@@ -44,6 +44,8 @@ class Job:
     Attributes:
         steps: lengths of the documents of every step, in the order in which they were drawn.
         longest: tokens of the longest document of the data set, which a run must hold.
+        profile: that of ranks that share weights, as of ours.
+        whole_profile: that of ranks that keep all weights, which they never gather.
         room: memory that the model needs; None: not known.
         single_degree: degree with which fixed static takes least time; None: not known.
     """
@@ -53,6 +55,7 @@ class Job:
     ranks: int
     tokens_per_rank: int
     profile: HardwareProfile
+    whole_profile: HardwareProfile
     room: Room | None = None
     single_degree: int | None = None
     seed: int = 0
@@ -407,13 +410,14 @@ def _most_tokens(plan: Plan) -> int:
 
 def row_of_times(way: str, title: str, times: RankTimes, job: Job, *, meets: bool) -> AgainstRow:
     """Returns the row of a way without the memory that it needs; with `meets` ranks wait for the
-    slowest in every micro-batch, else at the end of the step."""
-    profile = job.profile
-    launches = sum(fixed_ns(profile, len(step)) for step in times.steps)
+    slowest in every micro-batch, else at the end of the step, and keep all weights."""
     if meets:
+        profile = job.profile
         slowest = sum(int(step.max(axis=1).sum()) for step in times.steps)
     else:
+        profile = job.whole_profile
         slowest = sum(int(step.sum(axis=0).max()) for step in times.steps)
+    launches = sum(fixed_ns(profile, len(step)) for step in times.steps)
     worked = sum(int(step.sum()) for step in times.steps) / job.ranks
     makespan = launches + slowest
     steps = len(times.steps)

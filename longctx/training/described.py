@@ -174,9 +174,11 @@ def sharded_preset_profile(
     domain: int,
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
+    reshard_after: str = "block",
 ) -> RunProfile:
-    """Returns `preset_profile` with what gathers and updates take, as weights are sharded over the
-    `domain` ranks by default, and in a pipeline scaled to its slowest rank.
+    """Returns `preset_profile` with what gathers and updates take where weights are sharded over
+    the `domain` ranks, and in a pipeline scaled to its slowest rank; after a `step` they are
+    resharded where ranks keep them all.
 
     A profile that was measured has what gathers and updates took there.
     """
@@ -208,7 +210,7 @@ def sharded_preset_profile(
         dtype=described.dtype,
         shards=domain,
         pipeline_ranks=pipeline.ranks,
-        gathers=GATHERS["block"],
+        gathers=GATHERS[reshard_after],
         reduces_each=False,
     )
     with_states = with_fixed_costs(scaled.profile, work, states, tokens_per_rank)

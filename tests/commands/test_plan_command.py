@@ -22,8 +22,10 @@ from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.bins import derived_bins
 from longctx.planning.planners.planner import make_plan
 from longctx.plots.terminal import MOST_ROWS, draw_plan
+from longctx.training.described import sharded_preset_profile
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
+ON_FOUR = sharded_preset_profile("h100-nvlink-ib", None, domain=4, tokens_per_rank=8192).profile
 
 
 LENGTHS = [30000, 500, 700, 12000, 40]
@@ -67,7 +69,7 @@ def plan(lengths: Path, *more: str, ranks: int = 4, tokens: int = 8192) -> int:
 def test_json_is_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(lengths, "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100)
+    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=ON_FOUR)
     assert data.pop("planning_ms") > 0
     assert made.lower_bound_s <= data.pop("tight_bound_s") == tight_bound_s(made) <= made.makespan_s
     expected = made.to_json()
@@ -99,7 +101,7 @@ def best_single(lengths: list[int]) -> Plan:
                     lengths,
                     ranks=4,
                     tokens_per_rank=8192,
-                    profile=H100,
+                    profile=ON_FOUR,
                     mode="static",
                     degree=degree,
                 )
@@ -112,7 +114,7 @@ def test_the_gain_over_the_best_single_degree_is_said_first(
 ) -> None:
     lengths.write_text("\n".join(map(str, LENGTHS * 4)))
     assert plan(lengths, "--global-tokens", "1000000") == 0
-    made = make_plan(LENGTHS * 4, ranks=4, tokens_per_rank=8192, profile=H100)
+    made = make_plan(LENGTHS * 4, ranks=4, tokens_per_rank=8192, profile=ON_FOUR)
     out = flat(capsys)
     assert ("no plan takes less than" in out) == (tight_bound_s(made) > 1.0005 * made.lower_bound_s)
     single = best_single(LENGTHS * 4)
@@ -152,7 +154,7 @@ def test_drawings_fit_the_terminal() -> None:
 def test_a_picture_says_what_it_shows(
     lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100)
+    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=ON_FOUR)
     single = best_single(LENGTHS)
     degree = single.winner.removeprefix("static:")
     picture = tmp_path / "plan.png"
@@ -273,7 +275,9 @@ def test_json_has_the_bins_of_a_plan_of_bins_alone(
     bins = {600: 1, 12000: 2, 20000: 3, 40000: 4}
     assert plan(lengths, "--mode", "bins", "--bins", "600:1,12000:2,20000:3,40000:4", "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100, mode="bins", bins=bins)
+    made = make_plan(
+        LENGTHS, ranks=4, tokens_per_rank=8192, profile=ON_FOUR, mode="bins", bins=bins
+    )
     assert data["hash"] == made.hash and data["bins"] == {
         str(longest): degree for longest, degree in bins.items()
     }

@@ -217,7 +217,7 @@ def test_under_ddp_ranks_meet_only_at_the_end_of_a_step() -> None:
         most_tokens=7,
         padding=500_000,
     )
-    documents = Job(((1,),), 1, ranks=2, tokens_per_rank=8, profile=H100)
+    documents = documents_of((1,), tokens_per_rank=8)
     fixed = 2 * H100.step_s + 3 * H100.launch_s
     fsdp = row_of_times("w", "W", times, documents, meets=True)
     ddp = row_of_times("w", "W", times, documents, meets=False)
@@ -229,9 +229,39 @@ def test_under_ddp_ranks_meet_only_at_the_end_of_a_step() -> None:
     assert (fsdp.padding, fsdp.micro_batches, fsdp.step_tokens) == (0.2, 1.5, 1_000_000)
 
 
+def test_ranks_that_keep_all_weights_gather_none() -> None:
+    """Launches and steps are those of whole weights under DDP, and of shared ones under FSDP2."""
+    whole = replace(H100, launch_s=0.5, step_s=0.25)
+    documents = documents_of((1,), tokens_per_rank=8, whole_profile=whole)
+    times = RankTimes(steps=[np.array([[0, 0], [0, 0]])], tokens=1_000_000, most_tokens=7)
+    fsdp = row_of_times("w", "W", times, documents, meets=True)
+    ddp = row_of_times("w", "W", times, documents, meets=False)
+    assert fsdp.seconds_per_million == pytest.approx(2 * H100.launch_s + H100.step_s)
+    assert ddp.seconds_per_million == pytest.approx(2 * 0.5 + 0.25)
+
+
+def test_a_mixture_whose_weights_are_gathered_waits_for_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Under DDP no micro-batch gathers them, so TRL's packing is faster there by more than the
+    waits of ranks for each other."""
+    given = ["--mix", "wlb_128k", "--ranks", "8", "--steps", "2", "--json"]
+    assert main(["compare", *given, "--model", "qwen3-30b-a3b", "--against", "trl-packing"]) == 0
+    rows = json.loads(capsys.readouterr().out)["against"]
+    fsdp, ddp = rows[1:]
+    assert (fsdp["sharing"], ddp["sharing"]) == ("FSDP2", "DDP")
+    numbers = 30e9 * 7 / 8
+    gathers_s = 2 * 2 * numbers / H100.intra_node_bytes_per_s
+    seconds = [row["seconds_per_million"] * (1 - row["waiting"]) for row in (fsdp, ddp)]
+    million = ddp["step_tokens"] / 1e6
+    gathers_of_step = fsdp["micro_batches"] * gathers_s / million
+    assert seconds[0] - seconds[1] == pytest.approx(gathers_of_step, rel=0.1)
+
+
 def documents_of(*steps: tuple[int, ...], ranks: int = 2, **more: Any) -> Job:
     longest = max(max(step) for step in steps)
-    given: dict[str, Any] = {"longest": longest, "tokens_per_rank": 1024, "profile": H100, **more}
+    given: dict[str, Any] = {"longest": longest, "tokens_per_rank": 1024}
+    given |= {"profile": H100, "whole_profile": H100, **more}
     return Job(tuple(steps), ranks=ranks, **given)
 
 
@@ -278,7 +308,7 @@ def test_packed_and_padded_documents_of_their_own_are_the_same() -> None:
 
 def test_ways_take_the_times_of_their_plans() -> None:
     steps = [load_mix("wlb_128k").draw(40, seed) for seed in (0, 1)]
-    documents = Job(tuple(map(tuple, steps)), 100_000, ranks=8, tokens_per_rank=16384, profile=H100)
+    documents = documents_of(*map(tuple, steps), ranks=8, longest=100_000, tokens_per_rank=16384)
     rows = compare_with(read_ways("cp:8,megatron,batch-rebalance,trl-packing"), documents)
     by_way = {row.way: row for row in rows}
     tokens = sum(map(sum, steps))
