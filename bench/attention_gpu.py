@@ -141,6 +141,8 @@ def measure_kernel(
 
     cases = list(attention_checks.check_cases(name, sizes, device))
     timed = {"dtype": sizes.dtype, "head_dim": sizes.head_dim}
+    if cases:  # the backward pass that trains is the first
+        timed["deterministic"] = cases[0]["deterministic"]
     needed = [
         case
         for case in cases

@@ -2,6 +2,7 @@
 large product and a copy."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def main(path: Path, rows: int) -> None:
     device, here = torch.device("cuda" if torch.cuda.is_available() else "cpu"), Gpu.here()
     about = {
         **device_facts(),
+        "driver": driver(),
         "memory": here.memory,
         "peak": here.peak,
         "attention": here.attention,
@@ -31,6 +33,16 @@ def main(path: Path, rows: int) -> None:
     about["copy"] = f"{2 * source.nbytes / copy_s / 1e9:.4g} GB/s"
     path.write_text(json.dumps(about), encoding="utf-8")
     print(about)
+
+
+def driver() -> str:
+    """Returns the version of NVIDIA's driver; "" if nobody says it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.stdout.splitlines()[0] if said.stdout else ""
 
 
 if __name__ == "__main__":

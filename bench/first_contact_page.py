@@ -52,10 +52,8 @@ class Page:
     def lines(self) -> Iterator[str]:
         aims = ", ".join(f"{aim:.0%} at {n} tokens" for n, aim in MFU_AIMS.items())
         sections: dict[str, Callable[[], list[str]]] = {
-            "Does every kernel agree with float64?": lambda: [
-                *kernels(self.read("attention-checks")),
-                *self.passed_over(),
-            ],
+            "How long do attention kernels compile, once?": self.compilation,
+            "Does every kernel agree with float64?": lambda: kernels(self.read("attention-checks")),
             f"What does a ring cost over one call? (aim: at least {RING_AIM:.0%} at 8,192 tokens "
             "per rank)": self.rings,
             f"How fast does a model train? (aim: {aims})": self.models,
@@ -178,8 +176,18 @@ class Page:
 
     def passed_over(self) -> list[str]:
         """Returns which kernels do not run here, and why."""
-        lines = [line for line in self.log("attention") if line.startswith(f"{NONE}: ")]
-        return ["", *(f"- {line}" for line in lines)] * bool(lines)
+        start = f"{NONE}: "
+        lines = [line for line in self.log("attention") if line.startswith(start)]
+        return [line.removeprefix(start) for line in lines]
+
+    def compilation(self) -> list[str]:
+        """Returns the seconds of each part's kernels."""
+        path = Path(f"{self.out}-compile.json")
+        if not path.exists():
+            return [NONE]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [[part, each["kernel"], str(each["seconds"])] for part, each in found.items()]
+        return markdown(["kernels of", "kernel", "seconds"], rows)
 
     def log(self, part: str) -> list[str]:
         path = Path(f"{self.out}-{part}.log")
@@ -231,15 +239,21 @@ def kernels(rows: Rows) -> list[str]:
             for row in mine
             if row["single"] and float(row["single"])
         ]
-        different = {
-            f"{row['mask']} {row['tensor']} {row['failed']}".strip()
-            for row in mine
-            if row["right"] != "True"
-        }
-        reached = {row["mask"] for row in mine}
-        # No time was left.
-        different |= {f"not checked: {mask}" for mask in masks(1) if mask not in reached}
-        different |= {"two runs may differ" for row in mine if row["deterministic"] == "False"}
+        passes = dict.fromkeys(row["deterministic"] for row in mine)
+        different = set()
+        for deterministic in passes:
+            which = ", deterministic" if deterministic == "True" and len(passes) > 1 else ""
+            of_pass = [row for row in mine if row["deterministic"] == deterministic]
+            different |= {
+                f"{row['mask']} {row['tensor']}{which} {row['failed']}".strip()
+                for row in of_pass
+                if row["right"] != "True"
+            }
+            reached = {row["mask"] for row in of_pass}
+            # No time was left.
+            different |= {f"not checked: {mask}{which}" for mask in masks(1) if mask not in reached}
+        if "True" not in passes and "False" in passes:
+            different.add("two runs may differ")
         worst = f"{max(ratios):.2f}" if ratios else ""
         lines.append([kernel, f"{len(good)} of {len(mine)}", worst, "; ".join(sorted(different))])
     names = ["kernel", "checks passed", "largest error, ring / one call", "failed, remarks"]

@@ -43,6 +43,7 @@ COMMANDS = (
     "measure",
     "check-step",
     "calibrate",
+    "warm-up",
     "estimate",
     "config",
 )

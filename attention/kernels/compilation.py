@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.kernels import KernelRequest, choose_kernel
-from longctx.attention.kernels.contract import Options
+from longctx.attention.kernels.contract import Computes, Options
 from longctx.attention.segments import Segment
 
 LONG = 512
@@ -32,10 +32,17 @@ def compile_variants(
         window: whether the layer has a window, for which causal and dense segments are limited to
             the left.
     """
+    run_variants(choose_kernel(kernel, request), request, heads, window=window)
+
+
+def run_variants(
+    kernel: Computes, request: KernelRequest, heads: tuple[int, int], *, window: bool
+) -> None:
+    """Runs a kernel as `compile_variants` does."""
     q_heads, kv_heads = heads
     dim, v_dim = request.head_dim, request.v_head_dim
-    chosen = choose_kernel(kernel, request)
-    options = Options(dim**-0.5, 30.0 if request.softcap else 0.0, request.deterministic)
+    softcap = 30.0 if request.softcap else 0.0
+    options = Options(dim**-0.5, softcap, deterministic=request.deterministic)
     ratio = q_heads // kv_heads
     short, double = max(2, BLOCK_ROWS // max(2, ratio)), max(2, 2 * BLOCK_ROWS // ratio)
 
@@ -55,5 +62,5 @@ def compile_variants(
             segments = tuple(
                 Segment(start, stop, start, stop, lo=lo, hi=hi) for start, stop in pairwise(edges)
             )
-            out, lse = chosen.forward(q, k, v, segments, options)
-            chosen.backward(dout, q, k, v, out, lse, segments, options)
+            out, lse = kernel.forward(q, k, v, segments, options)
+            kernel.backward(dout, q, k, v, out, lse, segments, options)

@@ -186,7 +186,7 @@ def _log_choice(
 
 
 @dataclass(frozen=True)
-class _LibraryCall:
+class LibraryCall:
     """One library call.
 
     Attributes:
@@ -215,7 +215,7 @@ def _fill(rows: Tensor | None, *tensors: tuple[Tensor, float]) -> None:
             tensor.index_fill_(0, rows, value)
 
 
-def _plans_for(q: Tensor, k: Tensor, segments: Segments) -> tuple[_LibraryCall, ...]:
+def _plans_for(q: Tensor, k: Tensor, segments: Segments) -> tuple[LibraryCall, ...]:
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None
     return _plans(tuple(segments), len(q), len(k), q.device, stream)  # keywords slow its cache
 
@@ -229,9 +229,16 @@ def _plans(
     k_rows: int,
     device: torch.device,
     stream: int | None,
-) -> tuple[_LibraryCall, ...]:
+) -> tuple[LibraryCall, ...]:
     """Returns the calls for `segments`, with tables on `device`; use them only on `stream`, which
     copies the tables."""
+    return library_calls(segments, q_rows, k_rows, device=device)
+
+
+def library_calls(
+    segments: Segments, q_rows: int, k_rows: int, *, device: torch.device
+) -> tuple[LibraryCall, ...]:
+    """Returns the calls of a library for `segments`, with tables on `device`."""
     return tuple(
         _plan(group, window, q_rows=q_rows, k_rows=k_rows, device=device)
         for window, group in _groups(segments)
@@ -278,7 +285,7 @@ def _plan(
     q_rows: int,
     k_rows: int,
     device: torch.device,
-) -> _LibraryCall:
+) -> LibraryCall:
     segments = sorted(segments)
     gathered = any(before.k_stop > after.k_start for before, after in pairwise(segments))
     edges_q, edges_k = [0], [0]
@@ -312,7 +319,7 @@ def _plan(
     gathered_rows = (
         [range(segment.k_start, segment.k_stop) for segment in segments] if gathered else []
     )
-    return _LibraryCall(
+    return LibraryCall(
         sequences,
         q_gaps=_rows(q_gaps, device),
         k_gaps=_rows(k_gaps, device),

@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 from longctx.attention.kernels import (
     KERNELS,
     KernelError,
+    ahead,
     choose_kernel,
+    compilation,
     flash,
     flash_4,
     flash_libraries,
@@ -630,3 +632,45 @@ def test_the_switch_of_torch_is_set_back() -> None:
     with flash_libraries._deterministic():
         assert state() == (2, False)
     assert state() == before
+
+
+def recorded(calls: list[Any]) -> tuple[Any, Any]:
+    """Returns the functions of a library that keeps the shapes and sequences of its calls."""
+
+    def said(way: str, tensors: Sequence[torch.Tensor], sequences: Any, options: Options) -> None:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        sizes = sequences.longest_q, sequences.longest_k, sequences.left, sequences.right
+        edges = tuple(sequences.edges_q.shape), tuple(sequences.edges_k.shape)
+        calls.append((way, shapes, sizes, edges, options))
+
+    def forward(q: Any, k: Any, v: Any, sequences: Any, options: Options) -> Any:
+        said("forward", [q, k, v], sequences, options)
+        out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
+        return out, torch.zeros(q.shape[1], q.shape[0])
+
+    def backward(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sequences: Any, options: Options
+    ) -> Any:
+        said("backward", [dout, q, k, v, out, lse], sequences, options)
+        return torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+
+    return forward, backward
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (32, 4)])
+def test_calls_that_are_compiled_ahead_are_those_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, window: bool, heads: tuple[int, int]
+) -> None:
+    """On fake tensors of a GPU that is not here, with the same shapes, sequences and options."""
+    real: list[Any] = []
+    forward, backward = recorded(real)
+    library = replace(LIBRARIES[0], forward=forward, backward=backward)
+    request = KernelRequest("cpu", torch.float32, 8, 16)
+    compilation.run_variants(Over([library]), request, heads, window=window)
+    fake: list[Any] = []
+    forward, backward = recorded(fake)
+    monkeypatch.setattr(flash_4, "forward", forward)
+    monkeypatch.setattr(flash_4, "backward", backward)
+    ahead.compile_ahead(request._replace(device="cuda"), heads, window=window)
+    assert real and fake == real

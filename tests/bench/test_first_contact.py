@@ -4,6 +4,7 @@ other with it."""
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from attention_times import FIRST, SMOKE
 from first_contact_page import Page, kernels
 from harness import Table, repeats
 from longctx.attention.kernels import KERNELS, KernelRequest, cpu
+from longctx.attention.kernels.flash import Flash
 from longctx.cli import COMMANDS
 from longctx.planning.hardware_profile import HardwareProfile
 from training_rows import FASTEST
@@ -32,14 +34,16 @@ CALIBRATION = first_contact.commands("profile", Path("out"), 1.0, small=False, g
 H100 = {"device": "NVIDIA H100 80GB HBM3", "memory": 80e9, "peak": 989e12, "attention": "flash"}
 
 
-def contact(patch: pytest.MonkeyPatch, out: Path, parts: Parts) -> tuple[list[str], str]:
+def contact(
+    patch: pytest.MonkeyPatch, out: Path, parts: Parts, *, small: bool = False
+) -> tuple[list[str], str]:
     """Runs parts, each with an equal share of 1000 seconds. Returns the failures and the page."""
     patch.setattr(
         first_contact, "commands", lambda part, *_, **__: ["-c", parts.get(part, ""), *CALIBRATION]
     )
     shares = {part: (number + 1) / len(parts) for number, part in enumerate(parts)}
     page = out.with_suffix(".md")
-    failures = first_contact.contact(out, page, shares, 1000.0, small=False, gpus=1)
+    failures = first_contact.contact(out, page, shares, 1000.0, small=small, gpus=1)
     return failures, page.read_text()
 
 
@@ -199,6 +203,55 @@ def test_the_first_length_is_timed_before_masks_that_are_not(
     assert done == ["causal", "dense", 64, "window", "window with sinks", "prefix", 128]
 
 
+def test_the_backward_pass_that_trains_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flash attention library has another one for deterministic gradients, compiled apart."""
+
+    class Present(Flash):
+        def refusal(self, request: KernelRequest) -> str | None:
+            return None
+
+    monkeypatch.setitem(KERNELS, "flash-attn 9", Present())
+    cases = list(attention_checks.check_cases("flash-attn 9", SMOKE, torch.device("cpu")))
+    every = list(attention_checks.masks(1))
+    assert [case["mask"] for case in cases] == every * 2
+    assert [case["deterministic"] for case in cases] == [False] * 5 + [True] * 5
+    rows = [{**case, "right": "True", "ring": "", "single": ""} for case in cases]
+    rows = [{name: str(value) for name, value in row.items()} for row in rows]
+    assert line_of("\n".join(kernels(rows)), "| flash-attn 9").endswith("| 10 of 10 |  |  |")
+    late = "; ".join(sorted(f"not checked: {mask}, deterministic" for mask in every))
+    missing = [*rows[:5], {**rows[5], "mask": "other"}]
+    assert late in line_of("\n".join(kernels(missing)), "| flash-attn 9")
+
+
+def test_a_kernel_is_timed_if_the_backward_pass_that_trains_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the deterministic one is wrong, which is checked after the first length."""
+    done: list[object] = []
+
+    class Present(Flash):
+        def refusal(self, request: KernelRequest) -> str | None:
+            return None
+
+    def check_kernel(case: dict[str, Any], *_: Any) -> list[dict[str, Any]]:
+        done.append((case["mask"], case["deterministic"]))
+        return [{**case, "tensor": "dq", "right": not case["deterministic"]}]
+
+    def measure_times(name: str, tokens: Sequence[int], *_: Any) -> None:
+        done.extend(tokens)
+
+    monkeypatch.setitem(KERNELS, "flash-attn 9", Present())
+    monkeypatch.setattr(attention_checks, "check_kernel", check_kernel)
+    monkeypatch.setattr(attention_gpu, "measure_times", measure_times)
+    times = Table(tmp_path / "times.csv", attention_times.COLUMNS, {})
+    checks = Table(tmp_path / "checks.csv", attention_checks.COLUMNS, {})
+    until = time.monotonic() + 99
+    attention_gpu.measure_kernel("flash-attn 9", SMOKE, torch.device("cpu"), times, checks, until)
+    assert done[:3] == [("causal", False), ("dense", False), 64]
+    assert [case[0] for case in done[6:11]] == list(attention_checks.masks(1)) and done[-1] == 128
+    assert times.rows == []
+
+
 @pytest.mark.slow
 def test_a_kernel_that_is_refused_for_determinism_alone_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -285,6 +338,45 @@ def test_a_part_that_dies_hangs_or_says_nothing_leaves_the_others_and_the_file(
 
     failures, page = contact(monkeypatch, tmp_path / "first", {"device": device})
     assert "## Do messages between GPUs work?" in page and "# First contact: unknown device" in page
+
+
+def test_a_dry_run_on_a_machine_that_others_use_is_slow_and_does_not_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that reach their deadline say nothing of what is right; one that dies fails."""
+    started = tmp_path / "started"
+    waits = f"import time; open({str(started)!r}, 'w').close(); time.sleep(99)"
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + (1000.0 if started.exists() else 0.0))
+    parts = {"device": waits, "profile": "pass"}
+    failures, page = contact(monkeypatch, tmp_path / "first", parts, small=True)
+    assert failures == [] and "- device: **slow**, ended at its deadline in " in page
+    assert "**Failed**" not in page
+    started.unlink()
+    parts["profile"] = "raise SystemExit(1)"
+    failures, page = contact(monkeypatch, tmp_path / "first", parts, small=True)
+    assert [failure.split(",")[0] for failure in failures] == ["profile: exit status 1"]
+
+
+def test_what_kernels_are_passed_over_for_stands_at_the_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "print('not measured: flash-attn 4: not installed (no module cutlass)')"
+    about = json.dumps({**H100, "driver": "580.95", "cuda": "13.2"})
+    device = f"open({str(tmp_path / 'first-device.json')!r}, 'w').write({about!r})"
+    _, page = contact(monkeypatch, tmp_path / "first", {"device": device, "attention": said})
+    top = page.partition("\n## ")[0]
+    assert "- **passed over**: flash-attn 4: not installed (no module cutlass)" in top
+    assert "driver: 580.95; cuda: 13.2" in top
+
+
+def test_seconds_of_compilation_stand_apart(tmp_path: Path) -> None:
+    assert "## How long do attention kernels compile, once?\n\nnot measured" in answers(
+        tmp_path / "none"
+    )
+    found = {"attention": {"kernel": "flash-attn 4", "seconds": 63.5}}
+    (tmp_path / "first-compile.json").write_text(json.dumps(found))
+    assert "| attention | flash-attn 4 | 63.5 |" in answers(tmp_path / "first")
 
 
 def test_a_section_that_cannot_be_read_leaves_the_others(
@@ -378,10 +470,9 @@ def test_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (tmp_path / "first-dry-run.md").read_text()
     assert ended.value.code == 0, page
     assert [path.name for path in tmp_path.iterdir()] == ["first-dry-run.md"]
-    assert (
-        all(f"- {part}: done in" in page for part in first_contact.DRY)
-        and page.count("not shown here") == 6
-    )
+    assert all(f"- {part}: done in" in page for part in first_contact.DRY) and page.count(
+        "not shown here"
+    ) == len(first_contact.DRY)
     assert line_of(page, "| 131072 | mlp").endswith("| not measured |")
     assert (
         "| cpu | 20 of 20 |" in page

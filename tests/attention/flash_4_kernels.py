@@ -1,0 +1,120 @@
+"""Compiles the kernels of the real flash-attn 4 for a GPU that is not here, in a process of its own.
+
+    python flash_4_kernels.py FOLDER ARCH LAYER OUT     # FOLDER: where pip put flash-attn 4
+
+LAYER is `full` or `window`. Writes what it counted into OUT as JSON. The environment names the folder with compiled kernels.
+"""
+
+import json
+import os
+import random
+import site
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+SITE, ARCH, LAYER, OUT = sys.argv[1:]
+site.addsitedir(SITE)
+sys.path.insert(0, SITE)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from longctx.attention.kernels import ahead  # noqa: E402
+from longctx.attention.kernels.contract import KernelRequest, Options  # noqa: E402
+from longctx.attention.segments import Segment  # noqa: E402
+
+HEADS = 32, 8
+DIM = 128
+CALLS = 700
+SEQUENCES = [1, 2, 3, 8, 40, 100, 200, 250, 254, 255, 256, 257, 258, 300, 600]
+ROWS = [
+    1,
+    2,
+    3,
+    4,
+    7,
+    16,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+    129,
+    200,
+    256,
+    257,
+    511,
+    512,
+    4096,
+]
+MORE_KEYS = [16384, 131072, 524288]
+WINDOWS = [1, 100, 4096]
+
+
+def random_segments(draw: random.Random, window: bool) -> tuple[tuple[Segment, ...], int, int]:
+    """Draws the segments of a call, and its rows of queries and of keys: one long segment and
+    others of two rows, with rows that are left."""
+    queries = draw.choice(ROWS)
+    keys = max(queries, draw.choice(ROWS + MORE_KEYS))
+    others = draw.choice(SEQUENCES) - 1
+    causal = draw.random() < 0.5
+    q_edges = [0, queries, *range(queries + 2, queries + 2 + 2 * others, 2)]
+    k_edges = [0, keys, *range(keys + 2, keys + 2 + 2 * others, 2)]
+    found = []
+    for (q_start, q_stop), (k_start, k_stop) in zip(
+        pairwise(q_edges), pairwise(k_edges), strict=True
+    ):
+        shift = (k_stop - k_start) - (q_stop - q_start)
+        segment = Segment(q_start, q_stop, k_start, k_stop)
+        if causal:
+            segment = segment._replace(hi=shift)
+        if window:
+            segment = segment._replace(lo=shift - draw.choice(WINDOWS))
+        found.append(segment)
+    left_over = draw.choice([0, 1, 50])
+    return tuple(found), q_edges[-1] + left_over, k_edges[-1] + left_over
+
+
+def call(draw: random.Random, window: bool) -> None:
+    """Calls both passes on fake tensors, of K and V that are strided or not."""
+    segments, q_rows, k_rows = random_segments(draw, window)
+    kernel = ahead.Ahead()
+    options = Options(DIM**-0.5)
+    heads, kv_heads = HEADS
+    q = torch.empty(q_rows, heads, DIM, dtype=torch.bfloat16, device="cuda")
+    if draw.random() < 0.5:
+        both = torch.empty(k_rows, kv_heads, 2 * DIM, dtype=torch.bfloat16, device="cuda")
+        k, v = both.split(DIM, dim=2)
+    else:
+        k = torch.empty(k_rows, kv_heads, DIM, dtype=torch.bfloat16, device="cuda")
+        v = torch.empty_like(k)
+    out, lse = kernel.forward(q, k, v, segments, options)
+    kernel.backward(torch.empty_like(out), q, k, v, out, lse, segments, options)
+
+
+def main() -> None:
+    ahead.choose_target(ahead.TARGETS[ARCH])
+    window = LAYER == "window"
+    request = KernelRequest("cuda", torch.bfloat16, DIM, DIM)
+    known = ahead.kept_kernels()
+    started = time.process_time()
+    ahead.compile_ahead(request, HEADS, window=window)
+    found = {"compiled": ahead.kept_kernels() - known, "seconds": time.process_time() - started}
+    before = ahead.kept_kernels()
+    draw = random.Random(ARCH)
+    with FakeTensorMode():
+        for _ in range(CALLS):
+            call(draw, window=window)
+    found["by_random_calls"] = ahead.kept_kernels() - before
+    Path(OUT).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
