@@ -16,6 +16,13 @@ EXACT_PINNED = "pinned_max_round_threshold_mb"
 """Setting of torch's allocator: larger pinned buffers are not rounded up to powers of two."""
 
 
+QUEUES_SETTING = "CUDA_DEVICE_MAX_CONNECTIONS"
+QUEUES = 32
+"""Hardware queues of a process. Over two nodes ten streams are in use: compute and the hops beside
+it, two exchanges, FSDP's four, offloading and checkpoints. Of the default of 8, two streams in one
+queue would wait for each other, which messages of different groups must not."""
+
+
 def choose_device(setting: str, local_rank: int) -> torch.device:
     """Returns the device for `setting`: cpu, cuda, or auto (this node's GPU `local_rank` if torch
     sees GPUs, else the CPU)."""
@@ -41,6 +48,7 @@ def prepare_device(setting: str, launch: Launch) -> torch.device:
     """
     device = choose_device(setting, launch.local_rank)
     prepare_allocator(device)
+    prepare_queues(device)
     check_device(device, launch.local_world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are chosen by what the current device can do
@@ -71,6 +79,13 @@ def prepare_allocator(device: torch.device) -> None:
             exact = ""
         # The other names are deprecated, but come first if set.
         os.environ[ALLOCATOR_SETTINGS[0]] = f"expandable_segments:True{exact}"
+
+
+def prepare_queues(device: torch.device) -> None:
+    """Gives every stream of a GPU a hardware queue of its own, unless the user has set their
+    number. Call it before CUDA starts."""
+    if device.type == "cuda":
+        os.environ.setdefault(QUEUES_SETTING, str(QUEUES))
 
 
 def is_prepared(device: torch.device) -> bool:

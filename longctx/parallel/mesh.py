@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.attention import warm_up
+from longctx.attention.kernels.flash_libraries import SM_MARGIN
 from longctx.errors import UserError
 from longctx.parallel.environment import Launch, processes_per_node
 from longctx.parallel.meeting import meet_all
@@ -366,15 +367,16 @@ def exchange_groups(
 
 def exchange_options(device: torch.device, timeout: timedelta) -> Any:
     """Returns the options of one group for an exchange: on GPUs a stream of high priority, as FSDP
-    has; None for gloo.
+    has, and as many blocks of threads as attention leaves multiprocessors; None for gloo.
 
     Messages on a stream of normal priority would wait until attention's kernels, which take all of
-    a GPU, leave room. NCCL's group keeps the object, in which torch writes its name and ranks: two
-    groups must not share one.
+    a GPU, leave room; more blocks of theirs would wait too. NCCL's group keeps the object, in which
+    torch writes its name and ranks: two groups must not share one.
     """
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = SM_MARGIN
     options._timeout = timeout  # torch warns if it differs from the group's
     return options
 

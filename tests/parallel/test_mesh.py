@@ -9,7 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,12 +34,24 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @dataclass
+class Config:
+    """Stands for NCCL's configuration of a communicator."""
+
+    max_ctas: int | None = None
+
+
+@dataclass
 class Options:
     """Stands for `ProcessGroupNCCL.Options`, which torch refuses if its timeout differs from the
     group's."""
 
     is_high_priority_stream: bool = False
     _timeout: timedelta = timedelta(minutes=10)
+    config: Config = field(default_factory=Config)
+
+
+HIGH = Options(True, timedelta(seconds=7), Config(max_ctas=16))
+"""Options of an exchange: its messages take the multiprocessors that attention leaves."""
 
 
 @pytest.mark.parametrize(("device", "backend"), [(CPU, "gloo"), (GPU, "nccl")])
@@ -91,8 +103,7 @@ def test_only_control_has_gloo_on_gpus(
         for ranks, options in made
         if options.get("pg_options") is not None
     ]
-    high = Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
-    assert chosen == ([([0, 1, 2, 3], high), ([4, 5, 6, 7], high)] if device == GPU else [])
+    assert chosen == ([([0, 1, 2, 3], HIGH), ([4, 5, 6, 7], HIGH)] if device == GPU else [])
     assert len({id(options) for _, options in chosen}) == len(chosen), (
         "NCCL's group keeps it, with the name that torch writes"
     )
@@ -132,8 +143,7 @@ def test_trainers_have_the_groups_of_a_run(monkeypatch: pytest.MonkeyPatch, node
         SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)),
         ExitStack(),
     )
-    high = Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
-    assert [options["pg_options"] for options in made[:nodes]] == nodes * [high]
+    assert [options["pg_options"] for options in made[:nodes]] == nodes * [HIGH]
     assert made[nodes]["backend"] == "gloo" and len(made) == nodes + 1
     assert groups == ("group 1", f"group {nodes + 1}", None if nodes == 1 else "group 2")
 
@@ -158,19 +168,32 @@ def test_the_allocator_is_configured_unless_the_user_did(
 def test_a_device_is_current_only_after_its_allocator_is_configured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    configured: list[str | None] = []
+    configured: list[dict[str, str]] = []
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         torch.cuda,
         "set_device",
-        lambda device: configured.append(os.environ.get("PYTORCH_ALLOC_CONF")),
+        lambda device: configured.append(dict(os.environ)),
     )
     assert device_module.prepare_device("cuda", Launch(1, 1, 2, 2)) == torch.device("cuda", 1)
-    assert configured == [SETTINGS]
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert configured == [{"PYTORCH_ALLOC_CONF": SETTINGS, **queues}]
     with pytest.raises(UserError, match="has 3 processes, which need a GPU each"):
         device_module.prepare_device("cuda", Launch(0, 0, 3, 3))
     assert len(configured) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"), [(GPU, None, "32"), (GPU, "1", "1"), (CPU, None, None)]
+)
+def test_every_stream_of_a_gpu_has_a_queue_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, given: str | None, expected: str | None
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setattr(os, "environ", {} if given is None else {name: given})
+    device_module.prepare_queues(device)
+    assert os.environ.get(name) == expected
 
 
 def test_torch_reads_the_allocator_settings_when_it_starts() -> None:
