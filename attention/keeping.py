@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,11 +20,32 @@ from torch import Tensor
 _now = threading.local()
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where kept tensors are between forward and backward.
+
+    Attributes:
+        put: returns what stands for a tensor.
+        get: returns the tensor for what `put` returned.
+    """
+
+    put: Callable[[Tensor], Any]
+    get: Callable[[Any], Tensor]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+ON_DEVICE = Place(put=_same, get=_same)
+
+
 class _Keeping(AbstractContextManager[None]):
     """Keeps what operators return, or with `again` returns it in their place, in the same order."""
 
-    def __init__(self, outputs: deque[Any], again: bool) -> None:
+    def __init__(self, outputs: deque[Any], place: Place, *, again: bool) -> None:
         self.outputs = outputs
+        self.place = place
         self.again = again
 
     def __enter__(self) -> None:
@@ -42,21 +64,28 @@ class _Keeping(AbstractContextManager[None]):
         """Returns the outputs of an operator, which `compute` runs if they are not kept yet."""
         if not self.again:
             out = compute()
-            self.outputs.append(_detached(out))
+            self.outputs.append(_each(self._kept, out))
             return out
         if not self.outputs:
             raise RuntimeError(
                 "a block with recomputation `selective` was recomputed twice, but what it keeps "
                 "is freed after the first time: call backward once, without retain_graph"
             )
-        return self.outputs.popleft()
+        return _each(self.place.get, self.outputs.popleft())
+
+    def _kept(self, tensor: Tensor) -> Any:
+        """Returns what stands for the same values in another tensor, since autograd writes their
+        history into those that are returned."""
+        return self.place.put(tensor.detach())
 
 
-def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def contexts(
+    place: Place = ON_DEVICE,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Returns the contexts of a block's forward and of its recomputation, for
     `torch.utils.checkpoint.checkpoint`."""
     outputs = deque[Any]()
-    return _Keeping(outputs, again=False), _Keeping(outputs, again=True)
+    return _Keeping(outputs, place, again=False), _Keeping(outputs, place, again=True)
 
 
 def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,9 +101,8 @@ def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
     return keeping
 
 
-def _detached(out: Any) -> Any:
-    """Returns the same values in other tensors, since autograd writes their history into those that
-    are returned."""
-    if isinstance(out, Tensor):
-        return out.detach()
-    return tuple(x.detach() for x in out)
+def _each(function: Callable[[Any], Any], out: Any) -> Any:
+    """Applies a function to an operator's output, or to each of its outputs."""
+    if isinstance(out, (tuple, list)):
+        return tuple(function(one) for one in out)
+    return function(out)

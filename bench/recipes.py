@@ -27,7 +27,8 @@ import yaml
 from bench.harness import RESULTS, Table, facts, markdown
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, load
-from longctx.memory.fitting import RunMemory, changes_between
+from longctx.memory.changes import changes_between
+from longctx.memory.fitting import RunMemory
 from longctx.memory.model import Memory
 from longctx.model.published import LLAMA, PUBLISHED
 from longctx.planning.plan import Plan

@@ -14,7 +14,8 @@ import torch
 from longctx.attention.kernels import KernelRequest
 from longctx.attention.kernels.flash import Flash
 from longctx.config import Config
-from longctx.memory.fitting import RunMemory, as_override
+from longctx.memory.changes import as_override
+from longctx.memory.fitting import RunMemory
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.training.metrics import peak_flops

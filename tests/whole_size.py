@@ -32,6 +32,7 @@ from longctx.data.packing import StepBatch, pack_documents
 from longctx.memory.loads import micro_batch_loads
 from longctx.memory.model import Memory, RankMemory
 from longctx.parallel import mesh as mesh_module
+from longctx.parallel import offload
 from longctx.parallel.mesh import Mesh, make_groups
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
@@ -42,6 +43,7 @@ from longctx.training.data import make_planner
 from longctx.training.optimizer import make_optimizer
 from longctx.training.run_profile import run_profile
 from longctx.training.trainer import Trainer
+from tests.fake_cuda import fake_cuda
 from tests.host_waits import OPERATORS, HostWaits
 
 
@@ -204,7 +206,14 @@ class AtTheEnd:
 @contextmanager
 def as_on_gpus(config: Config) -> Iterator[None]:
     """Uses what the trainer would use on a GPU: torch's fused norm and AdamW, and offloading of
-    activations."""
+    activations, which come back as tensors of the device."""
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def has_stream(tensor: torch.Tensor) -> bool:  # a mock would keep the tensor
+        return True
 
     def norm(module: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
         return FusedNorm.apply(x, module.weight)
@@ -223,6 +232,10 @@ def as_on_gpus(config: Config) -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.RMSNorm, "forward", norm))
         stack.enter_context(mock.patch.object(runner, "make_optimizer", optimizer))
         stack.enter_context(mock.patch.object(build, "apply_recompute", recompute))
+        if config.train.offload_activations:
+            stack.enter_context(fake_cuda())
+            stack.enter_context(mock.patch.object(offload, "_pinned_like", on_host))
+            stack.enter_context(mock.patch.object(offload, "_has_stream", has_stream))
         # Fake tensors belong to one thread; on a GPU there is none.
         stack.enter_context(mock.patch.object(exchange, "_Beside", AtTheEnd))
         yield

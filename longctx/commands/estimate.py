@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from longctx.data.store.store import Store
-    from longctx.memory.fitting import RunMemory, Settings
+    from longctx.memory.changes import Settings
+    from longctx.memory.fitting import RunMemory
     from longctx.memory.model import Memory
     from longctx.memory.verdict import PredictedRun, Verdict
 
@@ -238,7 +239,7 @@ def _print_choices(
     choices: "Iterable[tuple[Settings, Memory]]", verdict: "Verdict", *, all_of_them: bool
 ) -> None:
     """Prints all choices of settings, or the fastest that fit: the others are not even planned."""
-    from longctx.memory.fitting import as_override
+    from longctx.memory.changes import as_override
 
     available = verdict.available
     if all_of_them:

@@ -315,7 +315,7 @@ def _train() -> Iterator[Row]:
     yield Row(
         "train.offload_activations is true",
         whole_blocks,
-        "only inputs of recomputed blocks are offloaded",
+        "only what recomputed blocks keep is offloaded",
     )
 
 

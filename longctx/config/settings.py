@@ -410,7 +410,8 @@ class TrainSection(Section):
     """run the MLP on tiles of this many tokens and recompute each tile in backward, to save
     activation memory (null: no tiles)"""
     offload_activations: bool = False
-    """keep the inputs of recomputed blocks in host memory (no effect on a CPU)"""
+    """keep what recomputed blocks keep in host memory: their inputs, and with recompute selective
+    attention's results (no effect on a CPU)"""
     offload_optimizer: bool = False
     """keep weights, gradients and optimizer state in host memory and run the optimizer there (no
     effect on a CPU)"""

@@ -101,13 +101,11 @@ class BlockMemory:
         self.swapped_share = load.swapped / load.tokens if load.tokens else 0.0
         # The first norm keeps the block's input itself, unless it keeps a copy in float32.
         spared = self.stream if self.whole_norms or self.element_bytes == FLOAT32 else 0
-        offloaded = fused and self.train.offload_activations
-        self.prefetched = self.stream if offloaded else 0
-        """The input of the block that backward comes to next."""
+        self.offloaded = fused and self.train.offload_activations
         block_input = Entry(
             "attention",
             "input of the block",
-            size=0 if offloaded else self.stream,
+            size=0 if self.offloaded else self.stream,
             kept_by=INPUT,
             spared=spared,
         )
@@ -118,6 +116,21 @@ class BlockMemory:
             *self._swap(),
             *self._mlp(),
         )
+
+    @property
+    def outputs_offloaded(self) -> bool:
+        """Whether attention's results are in host memory between forward and backward."""
+        return self.offloaded and self.train.recompute == "selective"
+
+    @property
+    def on_host(self) -> int:
+        """Bytes in host memory between forward and backward; those of the block that backward comes
+        to next are back."""
+        if not self.offloaded:
+            return 0
+        if self.outputs_offloaded:
+            return self.stream + self.queries + self.log_sum_exp
+        return self.stream
 
     def _size(self, values: int, element_bytes: int | None = None) -> int:
         """Returns the bytes of a tensor with `values` values per token on all tensor ranks
@@ -136,8 +149,9 @@ class BlockMemory:
             return
         yield Entry("attention", "Q", self.queries, NONE + AROUND_ATTENTION)
         yield Entry("attention", "K and V", self.keys, NONE + AROUND_ATTENTION)
-        yield Entry("attention", "output of attention", self.queries, NONE + OPERATORS)
-        yield Entry("attention", "log-sum-exp", self.log_sum_exp, NONE + OPERATORS)
+        on_device = NONE if self.outputs_offloaded else NONE + OPERATORS
+        yield Entry("attention", "output of attention", self.queries, on_device)
+        yield Entry("attention", "log-sum-exp", self.log_sum_exp, on_device)
         selected = self.tokens * self.layer.selection_bytes
         yield Entry("attention", "selected keys", selected, NONE + OPERATORS)
         lent = self.tokens * self.layer.lent_bytes

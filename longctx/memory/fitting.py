@@ -9,15 +9,15 @@ memory.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from longctx.config import Config
-from longctx.config.problems import yaml_text
 from longctx.config.rules import broken_rules
 from longctx.data.store.store import Store
 from longctx.errors import UserError
+from longctx.memory.changes import Settings, as_override, changes_between, savings, sets_of
+from longctx.memory.host import host_need
 from longctx.memory.loads import Load, full_loads, loads
 from longctx.memory.model import Memory, estimate, fits
 from longctx.parallel.host_memory import free_bytes
@@ -33,39 +33,10 @@ PLANNED_STEPS = 2
 ROOM = 0.9
 """Share of the available memory that `train.fit_memory` fills by estimate, which does not count
 everything."""
-Settings = dict[str, Any]
-"""New values by dotted name."""
 
 
 class DoesNotFit(UserError):
     """A run that needs more memory than its ranks have available."""
-
-
-def savings(config: Config) -> list[tuple[str, Any]]:
-    """Returns the changes of a setting that save memory, in ascending order of cost in time."""
-    known = (
-        ("parallel.reshard_after", "micro_batch"),
-        ("parallel.reshard_after", "block"),
-        ("context.keep_kv", False),
-        ("context.max_remote_tokens", config.batch.tokens_per_rank),
-        ("train.recompute", "norms"),
-        ("train.recompute", "mlp"),
-        ("train.recompute", "selective"),
-        ("parallel.shard_ranks", None),
-        ("train.mlp_tile_tokens", 2048),
-        ("parallel.reduce_after", "micro_batch"),
-        ("context.two_level_exchange", False),
-        ("train.recompute", "full"),
-        ("train.offload_activations", True),
-        ("train.offload_optimizer", True),
-    )
-    config = config.changed({"context.keep_kv": bool(config.context.keep_kv)})
-    present = {
-        change[0]: place
-        for place, change in enumerate(known)
-        if config.changed({change[0]: change[1]}) == config
-    }
-    return [change for place, change in enumerate(known) if place > present.get(change[0], -1)]
 
 
 @dataclass(frozen=True)
@@ -100,6 +71,11 @@ class RunMemory:
         return estimate(self.spec, config, self.ranks, self.loads(config), fused=self.fused)
 
     def fits(self, config: Config, available: int, loads: Sequence[Load]) -> bool:
+        """Returns whether a rank needs at most `available` bytes, and the host has room for what is
+        offloaded to it."""
+        host = host_need(self.spec, config, self.ranks, loads)
+        if host is not None and host.needed > host.free:
+            return False
         return fits(
             self.spec,
             config,
@@ -189,7 +165,7 @@ class RunMemory:
         change, ties by the next-worst. None of its changes could be left out.
         """
         planned: dict[tuple[object, ...], Sequence[Load]] = {}
-        for change in _sets([saving for saving in savings(config) if saving[0] not in keep]):
+        for change in sets_of([saving for saving in savings(config) if saving[0] not in keep]):
             tried = config.changed(change)
             context = tried.context
             # Loads depend on no other setting that changes; the last two change modelled times, and
@@ -209,6 +185,7 @@ class RunMemory:
     def refuse_too_large(self, config: Config, available: int | None) -> None:
         """Raises DoesNotFit, with the cheapest change that would fit, if the peak exceeds
         `available` bytes (None: unknown)."""
+        self._refuse_too_little_host_memory(config)
         if available is None or (memory := self.peak(config)).total <= available:
             return
         largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
@@ -221,6 +198,17 @@ class RunMemory:
             f"{self.way_out(config, available)}. `longctx estimate --all` shows all choices; "
             "leave room for what it does not count: libraries and fragmentation"
         )
+
+    def _refuse_too_little_host_memory(self, config: Config) -> None:
+        """Raises DoesNotFit if offloaded activations need more host memory than is free."""
+        host = host_need(self.spec, config, self.ranks, self.loads(config))
+        if host is not None and host.needed > host.free:
+            raise DoesNotFit(
+                f"train.offload_activations needs {format_bytes(host.needed)} of this machine's "
+                f"memory for each GPU, but only {format_bytes(host.free)} are free: set it to "
+                "false, set train.recompute to full, which offloads less, or lower "
+                "batch.tokens_per_rank"
+            )
 
     def way_out(self, config: Config, available: int) -> str:
         """Returns the cheapest change that would fit into `available` bytes per rank, or that there
@@ -263,38 +251,6 @@ def fitted_run(run: Run, mesh: Mesh) -> Run:
     config = memory.fitted(run.config, int(least))
     memory.refuse_too_large(config, int(least))
     return replace(run, config=config, changes=changes_between(run.config, config))
-
-
-def as_override(name: str, value: object) -> str:
-    """Formats a setting as a command-line override."""
-    return f"--{name}={yaml_text(value)}"
-
-
-def changes_between(before: Config, after: Config) -> str:
-    """Returns a line on the settings that `fitted` changed, as overrides; empty if there are
-    none."""
-    old = before.model_dump()
-    new = after.model_dump()
-    changes = [
-        as_override(f"{section}.{key}", value)
-        for section in ("context", "parallel", "train")
-        for key, value in new[section].items()
-        if value != old[section][key]
-    ]
-    if changes:
-        return f"train.fit_memory: {' '.join(changes)}"
-    return ""
-
-
-def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
-    """Yields every change alone, then every set, as binary numbers whose highest digit is the most
-    expensive change."""
-    yield from ({name: value} for name, value in known)
-    for number in range(1, 1 << len(known)):
-        chosen = [change for digit, change in enumerate(known) if number >> digit & 1]
-        together = dict(chosen)
-        if 1 < len(chosen) == len(together):  # skips sets with two values of one setting
-            yield together
 
 
 def available_bytes(device: torch.device, local_ranks: int) -> int | None:

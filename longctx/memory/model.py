@@ -231,6 +231,7 @@ class RankMemory:
             if not in_encoder:
                 parts.append((decoder, load.tokens - load.source))
         self.kept = 0
+        self.on_host = 0
         for layers, tokens in parts:
             self.kept += self._count_blocks(layers, tokens)
         self.weights = Weights(
@@ -245,8 +246,8 @@ class RankMemory:
         self._keep_gradients(ranks)
 
     def _count_blocks(self, layers: Sequence[LayerSpec], tokens: int) -> int:
-        """Sets the block of each kind among `layers`, and returns the bytes that all of them keep
-        for backward of `tokens` tokens."""
+        """Sets the block of each kind among `layers`, adds the bytes that they keep in host memory,
+        and returns those that all of them keep for backward of `tokens` tokens."""
         largest = max(layers, key=lambda layer: layer.parameters)
         spec = replace(self.spec, hidden_size=largest.hidden_size)
         load = replace(self.load, tokens=tokens)
@@ -258,6 +259,7 @@ class RankMemory:
                 spec, self.config, layer=layer, load=load, fused=self.fused
             )
         self.block = self.blocks[kinds[0]]
+        self.on_host += sum(self.blocks[kind].on_host for kind in kinds)
         return sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
 
     def _keep_activations(self, held: Sequence[LayerSpec]) -> None:
@@ -388,7 +390,7 @@ class RankMemory:
         # Gradients of the MLP's output and input for all tokens, with tensor parallelism.
         gathered = 2 * block.normed if self.tensor_ranks > 1 else 0
         sent_forward, sent_backward = self._exchanges()
-        activations = self.activations + block.prefetched
+        activations = self.activations + block.on_host
         yield self._in_block(
             "backward of the last MLP",
             activations=activations,

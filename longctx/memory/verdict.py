@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from longctx.config import Config
 from longctx.data.store.store import Lengths, Store
-from longctx.memory.fitting import RunMemory, changes_between
+from longctx.memory.changes import changes_between
+from longctx.memory.fitting import RunMemory
 from longctx.memory.loads import loads
 from longctx.memory.model import Memory, estimate
 from longctx.planning.plan import Plan

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 from longctx.attention import OPERATORS, keeping
 from longctx.errors import UserError
 from longctx.model.protocol import Model
-from longctx.parallel.offload import Offload
+from longctx.parallel.offload import Offload, from_host
 from longctx.planning.cost.spec import RECOMPUTE_MODES
 
 PRODUCTS = [
@@ -52,7 +52,8 @@ def apply_recompute(
     functions. mlp keeps the outputs of the matrices around attention, and recomputes those of the
     MLP. selective recomputes all matrices, full also attention. Gradients are the same, bit by bit.
     With `mlp_tile_tokens`, the MLP processes that number of tokens at a time and is recomputed tile
-    by tile, in every mode. With `offload`, inputs of recomputed blocks are kept in host memory.
+    by tile, in every mode. With `offload`, inputs of recomputed blocks are kept in host memory, and
+    in mode selective what is kept of attention too.
 
     Raises ValueError for another mode, and UserError if `mlp_tile_tokens` is set but a block has no
     module `mlp`.
@@ -74,17 +75,27 @@ def apply_recompute(
         if mode == "none":
             continue
         has_biases = any(getattr(module, "has_bias", False) is True for module in block.modules())
-        forward = _recomputed(block.forward, mode, has_biases)
-        block.forward = forward if offload is None else partial(offload, forward)
+        if offload is None:
+            block.forward = _recomputed(block.forward, mode, has_biases)
+            continue
+        offload.outputs = mode == "selective"
+        place = keeping.Place(put=offload.keep, get=from_host)
+        forward = _recomputed(block.forward, mode, has_biases, place=place)
+        block.forward = partial(offload, forward)
 
 
 def _recomputed(
-    forward: Callable[..., torch.Tensor], mode: str, expert_biases: bool = False
+    forward: Callable[..., torch.Tensor],
+    mode: str,
+    expert_biases: bool = False,
+    place: keeping.Place = keeping.ON_DEVICE,
 ) -> Callable[..., torch.Tensor]:
     compiled: dict[str, Any] = (
         {} if mode == "full" else {"context_fn": partial(_contexts, mode, expert_biases)}
     )
-    eager = {"context_fn": keeping.contexts} if mode == "selective" else compiled
+    eager = compiled
+    if mode == "selective":
+        eager = {"context_fn": partial(keeping.contexts, place)}
 
     def recomputed(
         *arguments: Any, **named: Any

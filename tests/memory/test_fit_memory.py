@@ -10,7 +10,8 @@ from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store.store import Store
 from longctx.memory import fitting
-from longctx.memory.fitting import ROOM, RunMemory, changes_between
+from longctx.memory.changes import changes_between
+from longctx.memory.fitting import ROOM, RunMemory
 
 SAVING = [
     *(

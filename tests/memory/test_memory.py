@@ -22,12 +22,15 @@ from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.config.rules import broken_rules
 from longctx.data.store.store import Store
-from longctx.memory import fitting, kernels
-from longctx.memory.fitting import DoesNotFit, RunMemory, as_override, savings
+from longctx.memory import fitting, host, kernels
+from longctx.memory.changes import as_override, savings
+from longctx.memory.fitting import DoesNotFit, RunMemory
+from longctx.memory.host import host_bytes
 from longctx.memory.loads import Load, loads
 from longctx.memory.model import RankMemory, _moments, estimate, fits
 from longctx.model.presets import ModelShape
 from longctx.planning.cost.spec import Matrix, Scan
+from longctx.planning.cost.work import layers_of_ranks
 from longctx.training.data import plan_steps
 from longctx.units import format_bytes
 from tests.marks import slow_unless
@@ -184,6 +187,52 @@ def test_what_saves_memory_saves_memory(
 ) -> None:
     assert change in savings(CONFIG.changed(dict(before)))
     assert total(*before, change) < total(*before)
+
+
+TOKEN_ON_HOST = {"full": 2 * 4096, "selective": 2 * 4096 + 2 * 4096 + 4 * 32}
+"""Bytes of a token that a block of the 8B model keeps in host memory: its input, and attention's
+output and log-sum-exp of 32 heads."""
+
+
+@pytest.mark.parametrize("recompute", TOKEN_ON_HOST)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_host_memory_of_offloaded_activations(recompute: str, pipeline: int) -> None:
+    """A pipeline has as many micro-batches in flight as ranks."""
+    ranks = 8 * pipeline
+    given = [f"train.recompute={recompute}", "train.offload_activations=true"]
+    given.append(f"parallel.pipeline_parallel_size={pipeline}")
+    config = load(None, [*BASE, *given], world_size=ranks)
+    loads = RunMemory(SPEC, None, ranks, True).loads(config)
+    found = host_bytes(SPEC, config, ranks, loads)
+    stages = layers_of_ranks(SPEC, config.pipeline, 16384)
+    blocks = pipeline * max(len(stage) for stage in stages)
+    assert found == blocks * 16384 * TOKEN_ON_HOST[recompute]
+    off = config.changed({"train.offload_activations": False})
+    assert host_bytes(SPEC, off, ranks, loads) == 0
+
+
+def test_a_host_without_room_for_activations_gets_fewer_or_refuses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 8 GPUs on this machine."""
+    ranks, settings = RUNS["recomputation makes offloading possible"]
+    config = load(None, [*BASE, *settings, "train.device=cuda"], world_size=ranks)
+    selective = 32 * 262144 * TOKEN_ON_HOST["selective"]
+    monkeypatch.setattr(host, "own_device", lambda _: (torch.device("cuda"), "NVIDIA H100"))
+    memory = RunMemory(SPEC, None, ranks, True)
+    recompute = []
+    for free in (8 * selective, 8 * selective - 8, None):
+        monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
+        change = memory.cheapest_change(config, 80 << 30)
+        assert change is not None and change["train.offload_activations"]
+        recompute.append(change["train.recompute"])
+    assert recompute == ["selective", "full", "selective"]
+    offloads = {"train.recompute": "selective", "train.offload_activations": True}
+    monkeypatch.setattr(host, "free_bytes", lambda: 8 * selective - 8)
+    with pytest.raises(DoesNotFit, match=r"needs 129.00 GiB of this machine's memory for each GPU"):
+        memory.refuse_too_large(config.changed(offloads), 10**12)
+    monkeypatch.setattr(host, "free_bytes", lambda: 8 * selective)
+    memory.refuse_too_large(config.changed(offloads), 10**12)
 
 
 CHOSEN: dict[str, Any] = {name: kernel for name, kernel in KERNELS.items() if name != "flash"}
@@ -389,7 +438,7 @@ def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> 
         (
             *RUNS["recomputation makes offloading possible"],
             80,
-            {"train.recompute": "full", "train.offload_activations": True},
+            {"train.recompute": "selective", "train.offload_activations": True},
         ),
         (64, ["train.recompute=full"], 24, {"context.max_remote_tokens": 16384}),
         (8, ["parallel.shard_ranks=1", "train.recompute=full"], 60, {"parallel.shard_ranks": None}),

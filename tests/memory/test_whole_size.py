@@ -33,6 +33,7 @@ TENSOR, PIPELINE = "parallel.tensor_parallel_size=", "parallel.pipeline_parallel
 CHUNKS = "parallel.pipeline_chunks=2"
 FEW_RANKS = ["context.mode=static", "context.degree=8", LONG]
 """So few that blocks are the largest part."""
+OFFLOADED = "train.offload_activations=true"
 RECOMPUTATION = {
     "nothing saved": [],
     "norms": ["train.recompute=norms"],
@@ -58,7 +59,9 @@ SETTINGS = {
     "static": [SELECTIVE, "context.mode=static"],
     "heads swapped for tokens": [SELECTIVE, LONG, "context.ulysses_degree=4"],
     "few ranks": [FULL, *FEW_RANKS],
-    "few ranks, activations offloaded": [FULL, *FEW_RANKS, "train.offload_activations=true"],
+    "few ranks, activations offloaded": [FULL, *FEW_RANKS, OFFLOADED],
+    "few ranks, selective": [SELECTIVE, *FEW_RANKS],
+    "few ranks, attention offloaded too": [SELECTIVE, *FEW_RANKS, OFFLOADED],
     "matrices split over 4": [SELECTIVE, TENSOR + "4", LONG],
     "matrices split over 8, nothing saved": [TENSOR + "8", LONG],
     "pipeline": [SELECTIVE, PIPELINE, LONG],

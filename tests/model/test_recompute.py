@@ -197,19 +197,51 @@ def test_the_outputs_of_adapters_are_not_kept() -> None:
     assert counting.calls["aten.mm.default"] == 1
 
 
+KEPT = {
+    "full": SHAPE.hidden_size,
+    "mlp": SHAPE.hidden_size,
+    "selective": SHAPE.hidden_size
+    + SHAPE.num_attention_heads * (SHAPE.spec.layers[0].head_dim + 1),
+}
+"""Values of a token that a block keeps in host memory: its input, and attention's output and
+log-sum-exp."""
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_inputs_of_blocks_in_host_memory_change_nothing(mode: str, device: str) -> None:
+@pytest.mark.parametrize("mode", KEPT)
+def test_what_blocks_keep_in_host_memory_changes_nothing(mode: str, device: str) -> None:
     offload = Offload()
     plain, offloaded = train(mode, device=device), train(mode, device=device, offload=offload)
-    assert offload.moved_bytes == LAYERS * TOKENS * SHAPE.hidden_size * 4, (
-        "every block's input, and no more"
-    )
+    assert offload.moved_bytes == LAYERS * TOKENS * KEPT[mode] * 4, "and no more"
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
 
 
-def test_an_input_comes_back_while_backward_is_in_the_block_after(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_blocks_keep_the_same_in_host_memory(mode: str) -> None:
+    """Neither weights, which sharding frees, nor tables that all blocks share."""
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    offload = Offload()
+    plain, offloaded = train(mode, backend), train(mode, backend, offload=offload)
+    assert offload.moved_bytes == LAYERS * TOKENS * KEPT[mode] * 4
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+def test_weights_stay_on_the_device() -> None:
+    """Though they have as many rows as there are tokens: sharding frees them by itself."""
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    x = torch.randn(8, 8, requires_grad=True)
+    offload = Offload()
+    offload.outputs = True
+    offload(lambda x: (x @ weight).tanh(), x).sum().backward()
+    assert offload.moved_bytes == 2 * x.nbytes, "the input and the result of tanh"
+
+
+@pytest.mark.parametrize(("mode", "tensors"), [("full", 1), ("selective", 3)])
+def test_tensors_of_a_block_come_back_while_backward_is_in_the_block_after(
+    monkeypatch: pytest.MonkeyPatch, mode: str, tensors: int
 ) -> None:
     """With streams and events that do nothing, on a CPU."""
     kept: list[Any] = []
@@ -230,18 +262,20 @@ def test_an_input_comes_back_while_backward_is_in_the_block_after(
             log.append(("use", kept.index(self)))
             return tensor
 
-    plain = train("full")
+    plain = train(mode)
     monkeypatch.setattr(offloading, "Kept", Logged)
     monkeypatch.setattr(offloading, "_has_stream", lambda tensor: True)
     with fake_cuda():
-        offloaded = train("full", offload=Offload())
+        offloaded = train(mode, offload=Offload())
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
-    first = [("start", LAYERS - 1)]
-    assert log == first + [
-        each
-        for n in reversed(range(LAYERS))
-        for each in ([("start", n - 1)] if n else []) + [("use", n)]
-    ]
+    of_block = [list(range(n * tensors, (n + 1) * tensors)) for n in range(LAYERS)]
+    expected = [("start", each) for each in of_block[-1]]
+    for n in reversed(range(LAYERS)):
+        first, *others = of_block[n]
+        if n:
+            expected += [("start", each) for each in of_block[n - 1]]
+        expected += [("use", each) for each in (first, *others)]
+    assert log == expected
     assert all(each.back is None for each in kept), "autograd has the tensors now"
 
 
