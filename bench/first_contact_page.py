@@ -52,6 +52,7 @@ class Page:
     def lines(self) -> Iterator[str]:
         aims = ", ".join(f"{aim:.0%} at {n} tokens" for n, aim in MFU_AIMS.items())
         sections: dict[str, Callable[[], list[str]]] = {
+            "Does what the README says hold here?": self.claims,
             "How long do attention kernels compile, once?": self.compilation,
             "Does every kernel agree with float64?": lambda: kernels(self.read("attention-checks")),
             f"What does a ring cost over one call? (aim: at least {RING_AIM:.0%} at 8,192 tokens "
@@ -70,6 +71,42 @@ class Page:
                 found = [f"**Failed** {self.failures[-1]}"]
             yield from ("", f"## {title}", "", *found)
 
+    def claims(self) -> list[str]:
+        """Returns a verdict for each claim: holds, fails, or not measured."""
+        checks = [row["right"] == "True" for row in self.read("attention-checks")]
+        trained = [row for row in self.read("training") if not row["failed"] and row["step_s"]]
+        off = [
+            abs(float(row["estimate_gib"]) / float(row["peak_gib"]) - 1) <= MEMORY_AIM
+            for row in trained
+            if row["peak_gib"] and row["estimate_gib"]
+        ]
+        messages = [line for line in self.messages() if line != NONE]
+        passed = [" passed" in line and " failed" not in line for line in messages]
+        rows = [
+            ["Kernels agree with float64, in rings as in one call", verdict(checks)],
+            [f"A ring reaches {RING_AIM:.0%} of one call", verdict(self.reached(rings=True))],
+            ["A 1B model reaches the MFU below", verdict(self.reached(rings=False))],
+            [f"Memory is within {MEMORY_AIM:.0%} of the estimate", verdict(off)],
+            ["Several GPUs give what one process gives", verdict(passed)],
+            ["Dynamic degrees are as fast as predicted: `longctx measure`, on several", NONE],
+        ]
+        return markdown(["claim", "verdict"], rows)
+
+    def reached(self, *, rings: bool) -> list[bool]:
+        """Returns whether each row with an aim reached it."""
+        found = []
+        part = "attention" if rings else "training"
+        for row in self.read(part):
+            if row["failed"]:
+                continue
+            if rings:
+                said = ring(row, "")[-1]
+            else:
+                said = trained(row, "")[-1]
+            if "reached" in said:
+                found.append("not reached" not in said)
+        return found
+
     def missing(self) -> Iterator[str]:
         """Yields what a dry run should have and does not: rows that failed or that no time was left
         for, and whole files."""
@@ -77,7 +114,10 @@ class Page:
             rows = self.read(name)
             yield from [] if rows else [f"{name}: no rows"]
             yield from (f"{name}: {' '.join(row.values())}"[:300] for row in rows if row["failed"])
-        yield from (line for line in self.lines() if NONE in line or "not checked" in line)
+        claims = set(self.claims())
+        for line in self.lines():
+            if line not in claims and (NONE in line or "not checked" in line):
+                yield line
 
     def read(self, name: str) -> Rows:
         """Returns the complete rows of a file: a part may have been ended while it wrote one."""
@@ -225,6 +265,15 @@ class Page:
             text,
             "```",
         ]
+
+
+def verdict(found: Sequence[bool]) -> str:
+    """Says whether a claim holds in all that was measured."""
+    if not found:
+        return NONE
+    if all(found):
+        return f"holds ({len(found)} of {len(found)})"
+    return f"**fails** ({sum(found)} of {len(found)} hold)"
 
 
 def kernels(rows: Rows) -> list[str]:

@@ -20,7 +20,7 @@ import attention_times
 import first_contact
 import training_gpu
 from attention_times import FIRST, SMOKE
-from first_contact_page import Page, kernels
+from first_contact_page import Page, kernels, verdict
 from harness import Table, repeats
 from longctx.attention.kernels import KERNELS, KernelRequest, cpu
 from longctx.attention.kernels.flash import Flash
@@ -99,6 +99,15 @@ def test_answers(tmp_path: Path) -> None:
         file.write("flash,32768,1,1,0")  # of a part that was ended
     page = answers(out)
 
+    claims = "Kernels agree", "A ring reaches", "A 1B model", "Memory is", "Several GPUs"
+    verdicts = [line_of(page, f"| {claim}").split(" | ")[1] for claim in claims]
+    assert verdicts == [
+        "**fails** (1 of 2 hold) |",
+        "**fails** (1 of 2 hold) |",
+        "**fails** (1 of 2 hold) |",
+        "**fails** (1 of 2 hold) |",
+        "not measured |",
+    ]
     unchecked = "; ".join(
         sorted(f"not checked: {mask}" for mask in attention_checks.masks(1) if mask != "causal")
     )
@@ -368,6 +377,27 @@ def test_what_kernels_are_passed_over_for_stands_at_the_top(
     top = page.partition("\n## ")[0]
     assert "- **passed over**: flash-attn 4: not installed (no module cutlass)" in top
     assert "driver: 580.95; cuda: 13.2" in top
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([], "not measured"),
+        ([True, True], "holds (2 of 2)"),
+        ([True, False], "**fails** (1 of 2 hold)"),
+    ],
+)
+def test_a_claim_holds_if_all_that_was_measured_does(found: list[bool], said: str) -> None:
+    assert verdict(found) == said
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [("= 6 passed in 9 s =", "holds (1 of 1)"), ("= 1 failed, 5 passed =", "**fails** (0 of 1")],
+)
+def test_messages_have_a_verdict(tmp_path: Path, last: str, said: str) -> None:
+    (tmp_path / "first-messages.log").write_text(f"...\n{last}\n")
+    assert said in line_of(answers(tmp_path / "first"), "| Several GPUs")
 
 
 def test_seconds_of_compilation_stand_apart(tmp_path: Path) -> None:
