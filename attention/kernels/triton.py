@@ -56,22 +56,22 @@ ROOMY = 227 << 10
 """Shared memory in bytes per program on Hopper and data-center Blackwell."""
 
 BLOCKS = {
-    ("forward", 64): Blocks(128, 128, 8, 3),
-    ("forward", 128): Blocks(128, 128, 8, 3),
-    ("forward", 256): Blocks(128, 64, 8, 2),
-    ("dq", 64): Blocks(128, 128, 8, 3),
+    ("forward", 64): Blocks(128, 64, 8, 3),
+    ("forward", 128): Blocks(128, 64, 8, 3),
+    ("forward", 256): Blocks(128, 32, 8, 3),
+    ("dq", 64): Blocks(128, 64, 8, 3),
     ("dq", 128): Blocks(128, 64, 8, 3),
     ("dq", 256): Blocks(128, 32, 8, 2),
     ("dkv", 64): Blocks(128, 64, 8, 3),
-    ("dkv", 128): Blocks(128, 64, 8, 2),
-    ("dkv", 256): Blocks(64, 32, 8, 2),
+    ("dkv", 128): Blocks(128, 32, 8, 3),
+    ("dkv", 256): Blocks(32, 32, 8, 2),
 }
 """Blocks for bfloat16 and float16 on GPUs with at least ROOMY shared memory, by program and head
 size rounded up.
 
-Chosen by Triton's resource usage for Hopper (`tests/triton_resources.py`), not by timing: the
-largest blocks with accumulators in registers, with as many stages as shared memory holds. They are
-fixed because autotuning would break reproducibility.
+Chosen by Triton's resource usage for Hopper and Blackwell (`tests/triton_resources.py`), not by
+timing: the largest blocks whose accumulators stay in registers on both, with as many stages as
+shared memory holds. They are fixed because autotuning would break reproducibility.
 """
 
 _fewer_stages: dict[tuple[Any, ...], int] = {}

@@ -132,7 +132,7 @@ class RunProfile:
 
     def agreed(self, group: "dist.ProcessGroup") -> HardwareProfile:
         """Returns the profile; on nodes with different numbers of ranks, with the largest number
-        that divides all of them.
+        that divides all of them, and the longest launch and step.
 
         Collective in a gloo group of all ranks: raises ProfilesDiffer on every rank unless all have
         the same profile.
@@ -140,8 +140,12 @@ class RunProfile:
         from longctx.parallel.mesh import gather_objects  # and torch, which plans do not need
 
         gathered = gather_objects((self.name, self.profile), group)
-        node = math.gcd(*(profile.ranks_per_node for _, profile in gathered))
-        gathered = [(name, replace(profile, ranks_per_node=node)) for name, profile in gathered]
+        sizes = [profile.ranks_per_node for _, profile in gathered]
+        same: dict[str, Any] = {"ranks_per_node": math.gcd(*sizes)}
+        if len(set(sizes)) > 1:  # gathers take longer on smaller nodes
+            same["launch_s"] = max(profile.launch_s for _, profile in gathered)
+            same["step_s"] = max(profile.step_s for _, profile in gathered)
+        gathered = [(name, replace(profile, **same)) for name, profile in gathered]
         others = [rank for rank, (_, profile) in enumerate(gathered) if profile != gathered[0][1]]
         if others:
             raise ProfilesDiffer(
@@ -149,7 +153,7 @@ class RunProfile:
                 f"{gathered[others[0]][0]}, or another file of that name: set context.profile "
                 "(profile inside a trainer), and use the same file on all nodes"
             )
-        return replace(self.profile, ranks_per_node=node)
+        return gathered[0][1]
 
 
 class ProfilesDiffer(UserError):

@@ -318,19 +318,21 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         triton.forward(x, x, x, (Segment(0, 4, 0, 4),), Options(-1.0))
 
 
+MOST_SPILLED = 64
+"""Bytes of a thread that go through memory instead of registers, at most."""
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--heads", "128:128"), marks=pytest.mark.slow),
-        pytest.param(("--heads", "64:64", "192:128", "256:256"), marks=pytest.mark.slow),
-        pytest.param(
-            ("--heads", "256:256", "--softcap", "--gpus", "80", "89"), marks=pytest.mark.slow
-        ),
+        pytest.param(("--heads", heads, *more, "--gpus", *gpus), marks=pytest.mark.slow)
+        for heads in ("64:64", "128:128", "192:128", "256:256")
+        for more, gpus in (((), ("80", "90", "100")), (("--softcap",), ("80", "89", "90", "100")))
     ],
 )
 def test_it_compiles_for_gpus(options: tuple[str, ...], repository: Path) -> None:
-    """With the blocks chosen for each GPU, programs fit into shared memory and spill at most a few
-    registers."""
+    """With the blocks chosen for each GPU, programs fit into shared memory and spill at most
+    MOST_SPILLED bytes."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(repository / "tests" / "triton_resources.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -338,7 +340,8 @@ def test_it_compiles_for_gpus(options: tuple[str, ...], repository: Path) -> Non
     lines = list(csv.DictReader(done.stdout.splitlines()))
     assert {line["program"] for line in lines} == {"forward", "dq", "dkv"}
     assert all(
-        int(line["spilled"]) <= 300 and 0 < int(line["shared"]) <= int(line["shared_limit"])
+        int(line["spilled"]) <= MOST_SPILLED
+        and 0 < int(line["shared"]) <= int(line["shared_limit"])
         for line in lines
     ), lines
 
