@@ -17,7 +17,8 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import OF_ALL_RANKS
 from longctx.trainers.documents import Document
-from longctx.trainers.planned_call import PlannedCall
+from longctx.trainers.expert_replay import RouterReplay
+from longctx.trainers.planned_call import Compute, PlannedCall
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.router_loss import by_token, loss_of_rows
 
@@ -31,6 +32,8 @@ KNOWN = ("use_cache", "fused_lm_head", "output_router_logits")
 @dataclass
 class PlannedHead(PlannedCall):
     """Plans the calls of a model to which TRL has added a fused head; for `replaced_method`."""
+
+    carrier: RouterReplay | None = None
 
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if not named.get("fused_lm_head") or "ring_attention" in named:
@@ -68,7 +71,7 @@ class PlannedHead(PlannedCall):
             values = torch.stack(fields, -1)
             return torch.cat([values, output.aux_loss], -1) if balanced else values
 
-        values = self.values_of(lambda: self._documents(batch), mask, head)
+        values = self._values_of_rows(batch, mask, head)
         fields = values[:, :-1, : len(names)]  # a token's label is the next one
         # Contiguous: a field's sum must round the same whichever other fields were requested.
         fields = fields.movedim(-1, 0).contiguous()
@@ -79,6 +82,19 @@ class PlannedHead(PlannedCall):
             result["is_top1"] = result["is_top1"].bool()
         label_mask = (labels[:, 1:] != IGNORED_LABEL) & mask[:, 1:].bool()
         return FusedCausalLMOutput(label_mask=label_mask, **result)
+
+    def _values_of_rows(
+        self, batch: Mapping[str, Any], mask: torch.Tensor, compute: Compute
+    ) -> torch.Tensor:
+        """Returns values of the rows of a batch, with the routing that is replayed. Collective."""
+        read = functools.partial(self._documents, batch)
+        replay = self.carrier
+        if replay is None:
+            return self.values_of(read, mask, compute)
+        carried = replay.taken(len(mask))
+        watched = replay.watched(compute)
+        values = self.values_of(read, mask, watched, carried=carried)
+        return replay.kept_of(values)
 
     def _refuse_unknown(self, others: Mapping[str, Any]) -> None:
         """Raises TrainerError for arguments of a call that would be lost."""

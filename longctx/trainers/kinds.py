@@ -159,6 +159,15 @@ def tuner_of(unwrapped: Any) -> Any:
     return inside if _is_of_peft(inside) else None
 
 
+def adapted_layer(unwrapped: Any) -> Any:
+    """Returns the first layer that has adapters; None if there is none."""
+    if not _is_of_peft(unwrapped):
+        return None
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return next((part for part in unwrapped.modules() if isinstance(part, BaseTunerLayer)), None)
+
+
 def _is_of_peft(model: Any) -> bool:
     return type(model).__module__.startswith("peft.")
 

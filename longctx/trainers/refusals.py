@@ -100,11 +100,17 @@ def _is_profile(value: Any) -> str:
     return "" if is_one else "must be a HardwareProfile, its name or file"
 
 
+def _is_replay(value: Any) -> str:
+    """The rule of `router_replay`."""
+    return "" if value in ("R2", "R3") else "must be 'R2' or 'R3'"
+
+
 RULES: dict[str, Rule] = {
     "profile": or_none(_is_profile),
     "merge_prefixes": flag,
     "own_loss_is_a_token_sum": flag,
     "keep_their_scale": flag,
+    "router_replay": or_none(_is_replay),
 }
 """Rules of the arguments of `dynamic_context_parallel` that `check_settings` does not check."""
 
