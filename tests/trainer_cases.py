@@ -553,19 +553,23 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     }
     del given["remove_unused_columns"]
     more: dict[str, Any] = {}
-    if kind in ("GRPO", "RLOO"):
+    library = trl
+    if kind == "GMPO":
+        library = importlib.import_module("trl.experimental.gmpo")
+    if kind in ("GRPO", "RLOO", "GMPO"):
         given |= {"num_generations": 2, "max_completion_length": 12}
         more["reward_funcs"] = lambda completions, **_: [
             float(len(set(text.split()))) for text in completions
         ]
         if agent:
             more["rollout_func"] = agent if callable(agent) else play
-        importlib.import_module(f"trl.trainer.{kind.lower()}_trainer").VLLMGeneration = Engine
+        name = kind.lower().replace("gmpo", "grpo")
+        importlib.import_module(f"trl.trainer.{name}_trainer").VLLMGeneration = Engine
     elif kind == "DPO":
         given["max_length"] = None
-    trainer = getattr(trl, f"{kind}Trainer")(
+    trainer = getattr(library, f"{kind}Trainer")(
         model=str(base),
-        args=getattr(trl, f"{kind}Config")(**{**given, **options}),
+        args=getattr(library, f"{kind}Config")(**{**given, **options}),
         train_dataset=datasets.Dataset.from_list(preferences(kind)),
         processing_class=tokenizer(),
         peft_config=adapters(lora),

@@ -14,6 +14,7 @@ import torch
 
 from longctx.arguments import check_arguments
 from longctx.hf.exactness import replaced
+from longctx.hf.indexed import indexers
 from longctx.parallel.device import ALLOCATOR_SETTINGS, is_prepared
 from longctx.planning.check import check_settings
 from longctx.planning.cost.spec import ModelSpec
@@ -28,6 +29,7 @@ from longctx.trainers.agreement import (
 )
 from longctx.trainers.budget import Workload
 from longctx.trainers.chunked_loss import ChunkedLoss
+from longctx.trainers.distillation import distilled, teacher_of
 from longctx.trainers.expert_replay import Mode, RouterReplay
 from longctx.trainers.families import family_of, family_of_model
 from longctx.trainers.fused_head import PlannedHead
@@ -35,6 +37,7 @@ from longctx.trainers.groups import Groups
 from longctx.trainers.kinds import Kind, Traits, inner_model
 from longctx.trainers.noise import Noise
 from longctx.trainers.pass_through import methods_of_libraries
+from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.prepared import prepared, replaced_method
 from longctx.trainers.refusals import (
     ANSWERS,
@@ -217,7 +220,8 @@ def _attach(
     for rider in exchange.riders:
         undo.enter_context(rider.used_by(models[0]))
     merged = None
-    if merge_prefixes and exchange.family.merges_prefixes and hasattr(trainer, "_metrics"):
+    merges = exchange.family.merges_prefixes and not any(map(indexers, models))
+    if merge_prefixes and merges and hasattr(trainer, "_metrics"):
         merged = functools.partial(_record, trainer)
     if traits.kind == "step":
         _plan_steps(traits, exchange)
@@ -229,6 +233,9 @@ def _attach(
             undo.enter_context(replaced_method(model, "forward", head))
         if replay is not None:
             undo.enter_context(_extended(trainer, Replaying, replay=replay))
+    elif traits.kind == "divergence":
+        mixin, divergence = distilled(traits, PlannedCall(exchange, merged))
+        undo.enter_context(_extended(trainer, mixin, divergence=divergence))
     else:
         _plan_outputs(traits, exchange, merged)
     undo.enter_context(replaced_method(trainer, "train", train_planned))
@@ -242,6 +249,8 @@ def _planned_models(traits: Traits) -> list[Any]:
     """Returns the models of a trainer whose calls are planned; that which is trained is first."""
     if traits.kind == "hidden_states":
         return [traits.model.base_model]
+    if traits.kind == "divergence":
+        return [traits.model.base_model, teacher_of(traits.trainer).base_model]
     reference = getattr(traits.trainer, "ref_model", None)
     if not reference:
         return [traits.model]

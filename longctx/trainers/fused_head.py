@@ -16,9 +16,8 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import OF_ALL_RANKS
-from longctx.trainers.documents import Document
 from longctx.trainers.expert_replay import RouterReplay
-from longctx.trainers.planned_call import Compute, PlannedCall
+from longctx.trainers.planned_call import Compute, PlannedCall, whole_rows
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.router_loss import by_token, loss_of_rows
 
@@ -87,7 +86,7 @@ class PlannedHead(PlannedCall):
         self, batch: Mapping[str, Any], mask: torch.Tensor, compute: Compute
     ) -> torch.Tensor:
         """Returns values of the rows of a batch, with the routing that is replayed. Collective."""
-        read = functools.partial(self._documents, batch)
+        read = functools.partial(whole_rows, self.exchange.family, batch)
         replay = self.carrier
         if replay is None:
             return self.values_of(read, mask, compute)
@@ -107,15 +106,6 @@ class PlannedHead(PlannedCall):
                 f"the trainer passes {', '.join(sorted(unknown))} to its model, which splitting "
                 "sequences would lose"
             )
-
-    def _documents(self, batch: Mapping[str, Any]) -> list[Document]:
-        """Returns the document of every row of a call."""
-        rows = self.exchange.family.rows_of(batch)
-        if any(len(row) != 1 for row in rows):
-            raise TrainerError(
-                "a row of the trainer's batch has no token: every row must have one sequence"
-            )
-        return [document for (document,) in rows]
 
 
 def _router_arguments(model: Any, balanced: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ to a tree and computed once.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from longctx.data.packing import MicroBatch
 from longctx.data.trees import merge_prefixes
 from longctx.trainers.agreement import attempted
 from longctx.trainers.documents import Document, Ids
+from longctx.trainers.families import Causal
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.riders import Carrier, begun_again
 from longctx.trainers.step import RankStep, StepExchange
@@ -139,6 +140,16 @@ class PlannedCall:
             places.append(first_places[document] + places_there)
         merged_numbers = keys.numbers_of(np.concatenate(together.tokens))
         return Together(documents, torch.from_numpy(np.concatenate(places)), merged_numbers)
+
+
+def whole_rows(family: Causal, batch: Mapping[str, Any]) -> list[Document]:
+    """Returns the document of every row of a batch. Raises TrainerError for rows without one."""
+    rows = family.rows_of(batch)
+    if any(len(row) != 1 for row in rows):
+        raise TrainerError(
+            "a row of the trainer's batch has no token: every row must have one sequence"
+        )
+    return [document for (document,) in rows]
 
 
 class Together(NamedTuple):
