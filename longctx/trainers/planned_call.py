@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longctx.data.packing import MicroBatch
 from longctx.data.trees import merge_prefixes
+from longctx.planning.assignment import Assignment, tokens_on_ranks
 from longctx.trainers.agreement import attempted
 from longctx.trainers.documents import Document, Ids
 from longctx.trainers.families import Causal
@@ -70,19 +71,32 @@ class PlannedCall:
         step = self.exchange.plan_and_exchange([rows.documents], every=True, failed=failed)
         if step.exchange is None:
             raise TrainerError("no row of any rank has a token: leave such batches out")
-        # One graph is there at a time: backward begins with the last, which is kept as it is, and
-        # of all before, only inputs are kept.
-        kept_graph = len(step.micro_batches) - 1
+        first_kept = self._first_kept(step)
         held = self._held(step, rows.carried)
         call = next(self.calls)
         values = []
         for number, batch in enumerate(step.micro_batches):
             run = functools.partial(self._run, compute, call, held[number])
-            if number < kept_graph and torch.is_grad_enabled():
+            if number < first_kept and torch.is_grad_enabled():
                 values.append(checkpoint(run, batch, use_reentrant=False))
             else:
                 values.append(run(batch))
         return self.exchange.rows_of_batch(step, values, mask=kept, rows=rows.places)
+
+    def _first_kept(self, step: RankStep) -> int:
+        """Returns the first micro-batch whose graph is kept until backward, which begins with the
+        last: as many as one rank holds the tokens of. Of those before, only inputs are kept.
+
+        It is the same on all ranks, as K and V travel again where a micro-batch is computed again.
+        """
+        assert step.plan is not None
+        count = len(step.micro_batches)
+        lengths = np.array(step.plan.lengths)
+        placed = Assignment.of(step.plan)
+        by_rank = tokens_on_ranks(lengths, placed, (count, step.plan.ranks))
+        from_last = np.cumsum(by_rank.max(1)[::-1])
+        together = int((from_last <= self.exchange.planning.tokens_per_rank).sum())
+        return count - max(1, together)
 
     def _run(
         self, compute: Compute, call: int, carried: torch.Tensor | None, batch: MicroBatch

@@ -177,7 +177,7 @@ def _trainer_problems(traits: Traits) -> Iterator[str]:
 def _teacher_problems(traits: Traits) -> Iterator[str]:
     """Yields why the divergence from a teacher cannot be planned."""
     trainer = traits.trainer
-    if trainer.teacher_model is None:
+    if getattr(trainer, "teacher_model", None) is None:
         yield (
             f"{traits.trl_class} has no teacher_model, whose calls are planned with the student's: "
             "give one, or train by a teacher on a server without longctx"
