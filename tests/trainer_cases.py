@@ -497,9 +497,26 @@ def play(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
+def play_with_experts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """The same, with experts of every token but the last, as engines return them: of a model of two
+    layers with two of four experts a token. A prompt begins with the same experts in every
+    completion, but may end with others."""
+    output = play(prompts, trainer)
+    experts = []
+    for number, parts in enumerate(
+        zip(output["prompt_ids"], output["completion_ids"], strict=True)
+    ):
+        ids = np.concatenate(parts)
+        first = (ids[:-1, None] + np.arange(2)) % 4  # by token and layer
+        first[len(parts[0]) - 1 :] += number
+        chosen = np.stack([first, first + 1 + ids[:-1, None] % 2], -1) % 4
+        experts.append(chosen.astype(np.int16))
+    return output | {"routed_experts": experts}
+
+
 def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Trains with one of TRL's trainers that need whole sequences. Options: those of its config,
-    `lora`, `budget`, `kind` of the model, whether an `agent` plays, whether to be `evaluating` before, and whether the config
+    `lora`, `budget`, `kind` of the model, whether an `agent` plays (or a function that does), what `changes` the trainer, whether to be `evaluating` before, and whether the config
     of a mixture `asks` for the loss of its routers, with which it does not generate."""
     import datasets
     import trl
@@ -518,7 +535,7 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
         options.pop("evaluating", False),
         options.pop("kind", "qwen2"),
     )
-    agent = options.pop("agent", False)
+    agent, changes = options.pop("agent", False), options.pop("changes", None)
     base = folder / "base"  # TRL loads the reference model from there
     made, asks = model(of), options.pop("asks", False)
     if of == "qwen3_moe":
@@ -536,24 +553,30 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     }
     del given["remove_unused_columns"]
     more: dict[str, Any] = {}
-    if kind in ("GRPO", "RLOO"):
+    library = trl
+    if kind == "GMPO":
+        library = importlib.import_module("trl.experimental.gmpo")
+    if kind in ("GRPO", "RLOO", "GMPO"):
         given |= {"num_generations": 2, "max_completion_length": 12}
         more["reward_funcs"] = lambda completions, **_: [
             float(len(set(text.split()))) for text in completions
         ]
         if agent:
-            more["rollout_func"] = play
-        importlib.import_module(f"trl.trainer.{kind.lower()}_trainer").VLLMGeneration = Engine
+            more["rollout_func"] = agent if callable(agent) else play
+        name = kind.lower().replace("gmpo", "grpo")
+        importlib.import_module(f"trl.trainer.{name}_trainer").VLLMGeneration = Engine
     elif kind == "DPO":
         given["max_length"] = None
-    trainer = getattr(trl, f"{kind}Trainer")(
+    trainer = getattr(library, f"{kind}Trainer")(
         model=str(base),
-        args=getattr(trl, f"{kind}Config")(**{**given, **options}),
+        args=getattr(library, f"{kind}Config")(**{**given, **options}),
         train_dataset=datasets.Dataset.from_list(preferences(kind)),
         processing_class=tokenizer(),
         peft_config=adapters(lora),
         **more,
     )
+    if changes is not None:
+        changes(trainer)
     if dynamic:
         dynamic_context_parallel(trainer, profile=PROFILE, **budget)
     if watched:

@@ -55,7 +55,7 @@ class RankNeeds:
         ranks: number of ranks.
         device: type of the device.
         logits: those that are there at once: of `all` tokens, a chunk's, which is part of the
-            estimate, or a `tile` of TRL's fused head.
+            estimate, or a `tile` of TRL's fused head, of which a divergence has two.
     """
 
     spec: ModelSpec
@@ -63,7 +63,7 @@ class RankNeeds:
     profile: HardwareProfile
     ranks: int
     device: str
-    logits: Literal["all", "chunk", "tile"]
+    logits: Literal["all", "chunk", "tile", "two tiles"]
 
     def bytes(self, tokens: int) -> int:
         """Returns the bytes that a rank of so many tokens needs."""
@@ -82,7 +82,8 @@ class RankNeeds:
         if self.logits == "chunk":
             return 0
         entries = min(vocabulary, TILE_VOCABULARY)
-        return TILE_BYTES[self.device] * min(tokens, TILE_TOKENS) * entries
+        tile = TILE_BYTES[self.device] * min(tokens, TILE_TOKENS) * entries
+        return 2 * tile if self.logits == "two tiles" else tile
 
     def most_tokens(self, limit: int) -> int:
         """Returns the largest multiple of `UNIT` tokens that need at most `limit` bytes; 0 if none
@@ -166,7 +167,7 @@ class Workload:
         fewest = torch.tensor([available, chunks])  # all ranks must find the same
         if group is not None:
             dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
-        limit = int(ROOM * int(fewest[0]))
+        limit = int(ROOM * int(fewest[0])) - bytes_beside(self.traits)
         needs = self._needs(chunks=bool(fewest[1]))
         tokens = needs.most_tokens(limit)
         if not tokens:
@@ -180,8 +181,10 @@ class Workload:
 
     def _needs(self, *, chunks: bool) -> RankNeeds:
         args = self.traits.args
-        logits: Literal["all", "chunk", "tile"] = "chunk" if chunks else "all"
-        if self.traits.trl_class is not None:
+        logits: Literal["all", "chunk", "tile", "two tiles"] = "chunk" if chunks else "all"
+        if self.traits.kind == "divergence":
+            logits = "two tiles"
+        elif self.traits.trl_class is not None:
             logits = "tile"
         return RankNeeds(
             self.spec,
@@ -191,6 +194,19 @@ class Workload:
             device=args.device.type,
             logits=logits,
         )
+
+
+def bytes_beside(traits: Traits) -> int:
+    """Returns the bytes of a reference or a teacher beside the trained model, on a GPU; free memory
+    of a machine has none of them."""
+    if traits.args.device.type == "cpu":
+        return 0
+    size = 0
+    for name in ("ref_model", "teacher_model"):
+        beside = getattr(traits.trainer, name, None)
+        if beside is not None:
+            size += sum(weight.nbytes for weight in beside.parameters())
+    return size
 
 
 def _spec_of(traits: Traits) -> ModelSpec:

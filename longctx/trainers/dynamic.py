@@ -7,17 +7,15 @@ the first step on (`longctx.trainers.step`).
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from longctx.arguments import check_arguments
-from longctx.attention import warm_up
 from longctx.hf.exactness import replaced
+from longctx.hf.indexed import indexers
 from longctx.parallel.device import ALLOCATOR_SETTINGS, is_prepared
-from longctx.parallel.mesh import exchange_groups
 from longctx.planning.check import check_settings
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile
@@ -31,11 +29,15 @@ from longctx.trainers.agreement import (
 )
 from longctx.trainers.budget import Workload
 from longctx.trainers.chunked_loss import ChunkedLoss
-from longctx.trainers.families import AttentionOptions, family_of, family_of_model
+from longctx.trainers.distillation import distilled, teacher_of
+from longctx.trainers.expert_replay import Mode, RouterReplay
+from longctx.trainers.families import family_of, family_of_model
 from longctx.trainers.fused_head import PlannedHead
+from longctx.trainers.groups import Groups
 from longctx.trainers.kinds import Kind, Traits, inner_model
 from longctx.trainers.noise import Noise
 from longctx.trainers.pass_through import methods_of_libraries
+from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.prepared import prepared, replaced_method
 from longctx.trainers.refusals import (
     ANSWERS,
@@ -46,26 +48,13 @@ from longctx.trainers.refusals import (
     refuse,
 )
 from longctx.trainers.riders import Rider
+from longctx.trainers.rollout_experts import Replaying, notes_on_replay, replay_of
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Planning, StepExchange
 from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
 from longctx.trainers.whole_steps import NEEDED, REPLACED, WholeSteps
 from longctx.training.build import kernel_requests, prepare_kernels
 from longctx.units import format_bytes
-
-
-class Groups(NamedTuple):
-    """Groups of all ranks, each for its own messages; None for one process.
-
-    Attributes:
-        rings: K, V and values.
-        ids: lengths and token ids, which a thread exchanges between CPUs.
-        across: messages of rings between nodes; None on one node.
-    """
-
-    rings: dist.ProcessGroup | None = None
-    ids: dist.ProcessGroup | None = None
-    across: dist.ProcessGroup | None = None
 
 
 def dynamic_context_parallel(
@@ -79,6 +68,7 @@ def dynamic_context_parallel(
     merge_prefixes: bool = True,
     own_loss_is_a_token_sum: bool = False,
     keep_their_scale: bool = False,
+    router_replay: Mode | None = None,
 ) -> None:
     """Makes a trainer plan its work and split documents over all ranks. Call it on every rank,
     before `train`.
@@ -100,6 +90,10 @@ def dynamic_context_parallel(
             tokens by `num_items_in_batch`, of which whole steps are planned.
         keep_their_scale: a trainer of another tool keeps its own mean of a batch (Axolotl's and
             LLaMA-Factory's mean of means): calls of the model are planned, as of own losses.
+        router_replay: of a mixture that GRPO or RLOO trains: "R2", each token uses the experts that
+            computed its old log-probability; "R3", those of the engine, which `rollout_func`
+            returns as `routed_experts`, ids [tokens, layers, experts] of every prompt with its
+            completion. None: routers choose.
 
     Raises TrainerError, and leaves the trainer as it was, for what cannot be exact, with every
     reason and way out.
@@ -115,6 +109,7 @@ def dynamic_context_parallel(
         "merge_prefixes": merge_prefixes,
         "own_loss_is_a_token_sum": own_loss_is_a_token_sum,
         "keep_their_scale": keep_their_scale,
+        "router_replay": router_replay,
     }
     check_same(ranks, **given)
     with agreeing_on_errors(ranks):
@@ -127,7 +122,7 @@ def dynamic_context_parallel(
         check_buffers(ranks, traits.model)
     undo = contextlib.ExitStack()
     with _closed_on_error(undo):
-        groups = _groups(trainer.args, undo)
+        groups = Groups.made(trainer.args, undo)
         with agreeing_on_errors(ranks):
             workload = workload.agreed(groups.ids)
             chunked = ChunkedLoss.of(traits)
@@ -137,28 +132,35 @@ def dynamic_context_parallel(
             notes = [
                 *_prepare_kernels(traits, workload.spec, kernel),
                 *notes_on_data(traits, tokens_per_rank * ranks, model_family.length_fields),
+                *_notes_on_calls(traits, router_replay),
             ]
-            if traits.kind == "hidden_states":
-                notes.append(_note_of_outputs(traits))
+            replay = replay_of(traits, router_replay)
             planning = Planning(workload.named.profile, tokens_per_rank, mode=mode, degree=degree)
             exchange = StepExchange(
                 planning=planning,
-                attention=_attention(planning.profile, groups, trainer.args.device, kernel),
+                attention=groups.attention(planning.profile, trainer.args.device, kernel),
                 ids_group=groups.ids,
                 family=family_of(traits, workload),
-                riders=_riders(traits, groups, chunked),
+                riders=_riders(traits, groups, chunked, replay),
                 undo=undo,
             )
-            _attach(traits, exchange, merge_prefixes)
+            _attach(traits, exchange, merge_prefixes, replay)
         trainer.dynamic = exchange
     if trainer.is_world_process_zero():
-        split = "1 rank" if ranks == 1 else f"up to {ranks} ranks"
-        print(
-            *workload.named.lines,
-            f"a document is split over {split}, of {tokens_per_rank:,} tokens each",
-            *notes,
-            sep="\n",
-        )
+        _print(workload, tokens_per_rank, notes)
+
+
+def _print(workload: Workload, tokens_per_rank: int, notes: Iterable[str]) -> None:
+    """Prints what was found about a trainer."""
+    ranks = workload.traits.args.world_size
+    split = f"up to {ranks} ranks"
+    if ranks == 1:
+        split = "1 rank"
+    for line in workload.named.lines:
+        print(line)
+    print(f"a document is split over {split}, of {tokens_per_rank:,} tokens each")
+    for line in notes:
+        print(line)
 
 
 def check_options(ranks: int, given: Mapping[str, Any]) -> None:
@@ -186,22 +188,9 @@ def _closed_on_error(undo: contextlib.ExitStack) -> Iterator[None]:
         raise
 
 
-def _attention(
-    profile: HardwareProfile, groups: Groups, device: torch.device, kernel: str
-) -> AttentionOptions:
-    """Returns how attention runs in all micro-batches."""
-    if profile.exchange_levels != 2:
-        return AttentionOptions(device, kernel, group=groups.rings)
-    return AttentionOptions(
-        device,
-        kernel,
-        group=groups.rings,
-        ranks_per_node=profile.ranks_per_node,
-        across=groups.across,
-    )
-
-
-def _riders(traits: Traits, groups: Groups, chunked: ChunkedLoss | None) -> list[Rider]:
+def _riders(
+    traits: Traits, groups: Groups, chunked: ChunkedLoss | None, replay: RouterReplay | None
+) -> list[Rider]:
     """Returns what goes along with the micro-batches of a trainer, in the order in which it
     replaces methods of the model. Raises TrainerError."""
     riders: list[Rider] = []
@@ -211,10 +200,14 @@ def _riders(traits: Traits, groups: Groups, chunked: ChunkedLoss | None) -> list
         riders.append(chunked)
     if traits.balances and traits.kind == "step":
         riders.append(RouterLoss(traits, groups.rings))
+    if replay is not None:
+        riders.append(replay)
     return riders
 
 
-def _attach(traits: Traits, exchange: StepExchange, merge_prefixes: bool) -> None:
+def _attach(
+    traits: Traits, exchange: StepExchange, merge_prefixes: bool, replay: RouterReplay | None
+) -> None:
     """Replaces methods of the trainer and of its models, until `exchange.undo` is closed. Raises
     TrainerError."""
     trainer = traits.trainer
@@ -227,14 +220,22 @@ def _attach(traits: Traits, exchange: StepExchange, merge_prefixes: bool) -> Non
     for rider in exchange.riders:
         undo.enter_context(rider.used_by(models[0]))
     merged = None
-    if merge_prefixes and exchange.family.merges_prefixes and hasattr(trainer, "_metrics"):
+    merges = exchange.family.merges_prefixes and not any(map(indexers, models))
+    if merge_prefixes and merges and hasattr(trainer, "_metrics"):
         merged = functools.partial(_record, trainer)
     if traits.kind == "step":
         _plan_steps(traits, exchange)
     elif traits.kind == "token_values":
         for model in models:
             head = PlannedHead(exchange, merged)  # each numbers the calls of its own model
+            if model is traits.model:
+                head.carrier = replay  # a reference chooses its own experts
             undo.enter_context(replaced_method(model, "forward", head))
+        if replay is not None:
+            undo.enter_context(_extended(trainer, Replaying, replay=replay))
+    elif traits.kind == "divergence":
+        mixin, divergence = distilled(traits, PlannedCall(exchange, merged))
+        undo.enter_context(_extended(trainer, mixin, divergence=divergence))
     else:
         _plan_outputs(traits, exchange, merged)
     undo.enter_context(replaced_method(trainer, "train", train_planned))
@@ -248,6 +249,8 @@ def _planned_models(traits: Traits) -> list[Any]:
     """Returns the models of a trainer whose calls are planned; that which is trained is first."""
     if traits.kind == "hidden_states":
         return [traits.model.base_model]
+    if traits.kind == "divergence":
+        return [traits.model.base_model, teacher_of(traits.trainer).base_model]
     reference = getattr(traits.trainer, "ref_model", None)
     if not reference:
         return [traits.model]
@@ -293,28 +296,6 @@ def _prepare_kernels(traits: Traits, spec: ModelSpec, kernel: str) -> Iterator[s
         )
 
 
-def _groups(args: Any, undo: contextlib.ExitStack) -> Groups:
-    """Makes groups of all ranks, until `undo` is closed. Collective."""
-    if args.world_size == 1:
-        return Groups()
-    rings, across = exchange_groups(
-        torch.arange(args.world_size)[None], args.ddp_timeout_delta, args.device
-    )
-    ids = dist.new_group(backend="gloo", timeout=args.ddp_timeout_delta)
-    made = [group for group in (rings, ids, across) if group is not None]
-
-    def destroy() -> None:
-        for group in made:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-
-    undo.callback(destroy)
-    for group in (rings, across):
-        if group is not None:
-            warm_up(group, args.device)
-    return Groups(rings=rings, ids=ids, across=across)
-
-
 @contextlib.contextmanager
 def _extended(
     trainer: Any, mixin: type, *, below: Mapping[str, Any] | None = None, **more: Any
@@ -354,6 +335,14 @@ def _plan_steps(traits: Traits, exchange: StepExchange) -> None:
         return prepare_loader(loader, device_placement=False, **others)
 
     undo.enter_context(replaced(trainer.accelerator, "prepare_data_loader", on_host))
+
+
+def _notes_on_calls(traits: Traits, router_replay: Mode | None) -> Iterator[str]:
+    """Yields lines on planned calls. Raises TrainerError."""
+    if traits.kind == "hidden_states":
+        yield _note_of_outputs(traits)
+    if router_replay == "R2":
+        yield from notes_on_replay(traits)
 
 
 def _note_of_outputs(traits: Traits) -> str:

@@ -16,8 +16,8 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import OF_ALL_RANKS
-from longctx.trainers.documents import Document
-from longctx.trainers.planned_call import PlannedCall
+from longctx.trainers.expert_replay import RouterReplay
+from longctx.trainers.planned_call import Compute, PlannedCall, whole_rows
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.router_loss import by_token, loss_of_rows
 
@@ -31,6 +31,8 @@ KNOWN = ("use_cache", "fused_lm_head", "output_router_logits")
 @dataclass
 class PlannedHead(PlannedCall):
     """Plans the calls of a model to which TRL has added a fused head; for `replaced_method`."""
+
+    carrier: RouterReplay | None = None
 
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if not named.get("fused_lm_head") or "ring_attention" in named:
@@ -68,7 +70,7 @@ class PlannedHead(PlannedCall):
             values = torch.stack(fields, -1)
             return torch.cat([values, output.aux_loss], -1) if balanced else values
 
-        values = self.values_of(lambda: self._documents(batch), mask, head)
+        values = self._values_of_rows(batch, mask, head)
         fields = values[:, :-1, : len(names)]  # a token's label is the next one
         # Contiguous: a field's sum must round the same whichever other fields were requested.
         fields = fields.movedim(-1, 0).contiguous()
@@ -79,6 +81,19 @@ class PlannedHead(PlannedCall):
             result["is_top1"] = result["is_top1"].bool()
         label_mask = (labels[:, 1:] != IGNORED_LABEL) & mask[:, 1:].bool()
         return FusedCausalLMOutput(label_mask=label_mask, **result)
+
+    def _values_of_rows(
+        self, batch: Mapping[str, Any], mask: torch.Tensor, compute: Compute
+    ) -> torch.Tensor:
+        """Returns values of the rows of a batch, with the routing that is replayed. Collective."""
+        read = functools.partial(whole_rows, self.exchange.family, batch)
+        replay = self.carrier
+        if replay is None:
+            return self.values_of(read, mask, compute)
+        carried = replay.taken(len(mask))
+        watched = replay.watched(compute)
+        values = self.values_of(read, mask, watched, carried=carried)
+        return replay.kept_of(values)
 
     def _refuse_unknown(self, others: Mapping[str, Any]) -> None:
         """Raises TrainerError for arguments of a call that would be lost."""
@@ -91,15 +106,6 @@ class PlannedHead(PlannedCall):
                 f"the trainer passes {', '.join(sorted(unknown))} to its model, which splitting "
                 "sequences would lose"
             )
-
-    def _documents(self, batch: Mapping[str, Any]) -> list[Document]:
-        """Returns the document of every row of a call."""
-        rows = self.exchange.family.rows_of(batch)
-        if any(len(row) != 1 for row in rows):
-            raise TrainerError(
-                "a row of the trainer's batch has no token: every row must have one sequence"
-            )
-        return [document for (document,) in rows]
 
 
 def _router_arguments(model: Any, balanced: bool) -> dict[str, Any]:

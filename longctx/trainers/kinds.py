@@ -1,7 +1,10 @@
 """What a trainer and its model are, asked once. A new trainer of TRL is added to KINDS."""
 
+import ast
 import functools
 import inspect
+import re
+import textwrap
 from typing import Any, Literal
 
 from torch import nn
@@ -10,15 +13,18 @@ from torch.utils.checkpoint import checkpoint
 from longctx.hf.vision import is_vision
 from longctx.trainers.pass_through import LIBRARIES, passes_on
 
-Kind = Literal["step", "token_values", "hidden_states"]
+Kind = Literal["step", "token_values", "divergence", "hidden_states"]
 """What is planned: whole steps, as the loss is a sum over tokens; or each call of the model, whose
-loss needs values of all tokens of its rows, by TRL's fused head, or their hidden states."""
+loss needs, of all tokens of its rows, values by TRL's fused head, divergence from a teacher, or
+hidden states."""
 KINDS: dict[str, Kind] = {
     "SFTTrainer": "step",
     "DPOTrainer": "token_values",
     "GRPOTrainer": "token_values",
     "RLOOTrainer": "token_values",
     "KTOTrainer": "token_values",
+    "DistillationTrainer": "divergence",
+    "GKDTrainer": "divergence",
     "RewardTrainer": "hidden_states",
 }
 """Trainers of TRL. Of `transformers.Trainer` steps are planned, or calls for "hidden_states" if its
@@ -31,6 +37,10 @@ OTHER_HEADS = (
     "ForNextSentencePrediction",
 )
 """Ends of the names of models whose loss is not one of the next token, or of masked ones."""
+OUTPUTS = {"logits", "hidden_states", "last_hidden_state", "base_model", "get_output_embeddings"}
+"""What a loss may read of models, beside the values of TRL's fused head."""
+MODEL = re.compile(r"(^|\.|_)(model|model_wrapped|forward|forward_redirection)$")
+"""The end of what is called, if a method calls a model."""
 LOSS = ("compute_loss", "training_step")
 """Methods of a subclass that are called for every micro-batch."""
 
@@ -135,18 +145,42 @@ class Traits:
 
 
 def _trl_class(trainer: Any) -> str | None:
-    """Returns the name of TRL's nearest public class that a trainer is or extends; None for
-    others."""
-    for kind in type(trainer).__mro__:
-        if kind.__module__.startswith("trl.") and not kind.__name__.startswith("_"):
-            return kind.__name__
+    """Returns the name of TRL's nearest public class that a trainer is or extends; None for others.
+
+    A class that adds nothing to what a trainer reads of its models, as GMPO to GRPO, is passed
+    over.
+    """
+    kinds = type(trainer).__mro__
+    of_trl = [kind for kind in kinds if kind.__module__.startswith("trl.")]
+    names = [kind.__name__ for kind in of_trl]
+    for place, (kind, name) in enumerate(zip(of_trl, names, strict=True)):
+        if name.startswith("_"):
+            continue
+        supported = [other for other in names[place:] if other in KINDS]
+        extends = supported and KINDS[supported[0]] == "token_values"
+        if name in KINDS or not extends or reads_models(kind):
+            return name
     return None
+
+
+def reads_models(kind: type) -> bool:
+    """Returns whether methods of a class call a model, or read outputs of one, themselves."""
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    for node in ast.walk(source):
+        if isinstance(node, ast.Attribute) and node.attr in OUTPUTS:
+            return True
+        if isinstance(node, ast.Call) and MODEL.search(ast.unparse(node.func)):
+            return True
+    return False
 
 
 def inner_model(trainer: Any, model: Any) -> Any:
     """Returns the model of transformers inside a model of the trainer and its adapters."""
     inner = trainer.accelerator.unwrap_model(model)
-    if not _is_of_peft(inner):
+    if not is_of_peft(inner):
         return inner
     tuner = tuner_of(inner)
     return inner.base_model if tuner is None else tuner.model
@@ -155,11 +189,20 @@ def inner_model(trainer: Any, model: Any) -> Any:
 def tuner_of(unwrapped: Any) -> Any:
     """Returns what peft has put between its own model and that of transformers; None if there is
     nothing, as for prompts."""
-    inside = unwrapped.base_model if _is_of_peft(unwrapped) else None
-    return inside if _is_of_peft(inside) else None
+    inside = unwrapped.base_model if is_of_peft(unwrapped) else None
+    return inside if is_of_peft(inside) else None
 
 
-def _is_of_peft(model: Any) -> bool:
+def adapted_layer(unwrapped: Any) -> Any:
+    """Returns the first layer that has adapters; None if there is none."""
+    if not is_of_peft(unwrapped):
+        return None
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return next((part for part in unwrapped.modules() if isinstance(part, BaseTunerLayer)), None)
+
+
+def is_of_peft(model: Any) -> bool:
     return type(model).__module__.startswith("peft.")
 
 

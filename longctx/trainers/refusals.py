@@ -100,11 +100,17 @@ def _is_profile(value: Any) -> str:
     return "" if is_one else "must be a HardwareProfile, its name or file"
 
 
+def _is_replay(value: Any) -> str:
+    """The rule of `router_replay`."""
+    return "" if value in ("R2", "R3") else "must be 'R2' or 'R3'"
+
+
 RULES: dict[str, Rule] = {
     "profile": or_none(_is_profile),
     "merge_prefixes": flag,
     "own_loss_is_a_token_sum": flag,
     "keep_their_scale": flag,
+    "router_replay": or_none(_is_replay),
 }
 """Rules of the arguments of `dynamic_context_parallel` that `check_settings` does not check."""
 
@@ -119,7 +125,12 @@ def refuse(traits: Traits, replaced: Sequence[str], family_problems: Iterable[st
         family_problems: what is wrong with the family of its model.
     """
     set_on_it = [name for name in WRAPPED if name in vars(traits.trainer)]
-    names_by_kind = {"token_values": LOSS[:1], "hidden_states": set_on_it, "step": replaced}
+    names_by_kind = {
+        "token_values": LOSS[:1],
+        "divergence": (*LOSS[:1], "_compute_loss"),
+        "hidden_states": set_on_it,
+        "step": replaced,
+    }
     names = names_by_kind[traits.kind]
     problems = [
         *_trainer_problems(traits),
@@ -148,6 +159,8 @@ def _trainer_problems(traits: Traits) -> Iterator[str]:
             f"loss is split: install trl {span('trl')}, or use transformers.Trainer"
         )
     yield from _scale_problems(traits)
+    if traits.kind == "divergence":
+        yield from _teacher_problems(traits)
     if trainer.model_init is not None:
         yield (
             "model_init builds another model when training begins: pass model=model_init() instead"
@@ -159,6 +172,20 @@ def _trainer_problems(traits: Traits) -> Iterator[str]:
         )
     if traits.balances and traits.kind == "hidden_states":
         yield NO_ROUTER_LOSS.format(type(trainer.args).__name__)
+
+
+def _teacher_problems(traits: Traits) -> Iterator[str]:
+    """Yields why the divergence from a teacher cannot be planned."""
+    trainer = traits.trainer
+    if getattr(trainer, "teacher_model", None) is None:
+        yield (
+            f"{traits.trl_class} has no teacher_model, whose calls are planned with the student's: "
+            "give one, or train by a teacher on a server without longctx"
+        )
+    if traits.images:
+        yield "student and teacher read images, whose divergence is not planned: use models of text"
+    if trainer.compute_metrics is not None:
+        yield "compute_metrics gets no logits of a divergence from a teacher: omit it"
 
 
 def _scale_problems(traits: Traits) -> Iterator[str]:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from longctx.data.packing import MicroBatch
 
 
@@ -41,6 +43,13 @@ class Rider:
     def during_loss(self) -> AbstractContextManager[Any]:
         """Goes around the computation of a loss whose other outputs nobody reads."""
         return nullcontext()
+
+
+class Carrier(Rider):
+    """A rider with whole numbers of every token, which travel with tokens of planned calls."""
+
+    def begin_with(self, carried: torch.Tensor | None) -> None:
+        """Gets ready for a micro-batch with these numbers [tokens, numbers]; None: without."""
 
 
 @contextmanager

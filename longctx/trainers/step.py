@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -222,6 +222,8 @@ class StepExchange:
     def _plan(self, documents: Sequence[DocumentInfo]) -> Plan:
         planning = self.planning
         lengths = [document.length for document in documents]
+        if self.ranks == 1 and planning.mode == "auto" and sum(lengths) <= planning.tokens_per_rank:
+            planning = replace(planning, mode="static", degree=1)  # there is no other plan
         try:
             plan = make_plan(
                 lengths,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longctx.attention.host_to_device import copy_to
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import HARMLESS, evaluating, replaced
@@ -243,6 +244,8 @@ class PlannedBase(PlannedCall):
         weight: that of the batch that runs.
         active: whether calls are planned now.
         mask: that of the last call, 1 for tokens [rows, tokens].
+        places: rows and columns of its tokens, [2, tokens], where logits leave padding out; else
+            None.
     """
 
     means: bool = False
@@ -252,6 +255,7 @@ class PlannedBase(PlannedCall):
     weight: float = field(default=1.0, init=False)
     active: bool = field(default=False, init=False)
     mask: torch.Tensor | None = field(default=None, init=False)
+    places: torch.Tensor | None = field(default=None, init=False)
 
     def used(self) -> AbstractContextManager[None]:
         """Plans calls meanwhile."""
@@ -266,7 +270,7 @@ class PlannedBase(PlannedCall):
         mask = given.get("attention_mask")
         if mask is None:
             mask = torch.ones_like(ids)
-        self.mask = mask
+        kept = self.remember(mask)
         fields = {name: given.get(name) for name in FIELDS}
         fields["attention_mask"] = mask
         kinds: list[Any] = []
@@ -281,8 +285,16 @@ class PlannedBase(PlannedCall):
             hidden: torch.Tensor = output.last_hidden_state[0]
             return hidden
 
-        hidden = self.values_of(lambda: self._documents(fields), mask, run)
+        hidden = self.values_of(lambda: self._documents(fields), kept, run)
         return output_of(base, kinds[0], hidden)
+
+    def remember(self, mask: torch.Tensor) -> torch.Tensor:
+        """Keeps the mask of a call, and returns it in host memory: before the model runs, for which
+        a look at a GPU would wait."""
+        self.mask = mask
+        kept = mask.cpu()
+        self.places = _places_of(kept, mask.device)
+        return kept
 
     def _documents(self, fields: dict[str, Any]) -> list[Document]:
         """Returns the documents of a call, which has no labels, as rows of a batch."""
@@ -313,12 +325,21 @@ class PlannedBase(PlannedCall):
         mask = self.mask
         if not self.active or mask is None or hidden.shape[:-1] != mask.shape:
             return own(head, hidden)
-        row, column = torch.nonzero(mask, as_tuple=True)
-        if len(row) > MOST_TOKENS * mask.numel():
+        if self.places is None:
             return own(head, hidden)
+        row, column = self.places
         logits = own(head, hidden[row, column])
         empty = logits.new_zeros(*mask.shape, logits.shape[-1])
         return empty.index_put((row, column), logits)
+
+
+def _places_of(mask: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """Returns rows and columns of the tokens of a mask in host memory, [2, tokens]; None if it
+    leaves out so few that all cost less."""
+    places = torch.nonzero(mask).T.contiguous()
+    if places.shape[1] > MOST_TOKENS * mask.numel():
+        return None
+    return copy_to(places, device)
 
 
 def _check_arguments(base: Any, given: dict[str, Any]) -> None:

@@ -288,7 +288,7 @@ def test_the_model_knows_nothing_of_processes() -> None:
 def test_only_the_mesh_makes_process_groups() -> None:
     """But for the group inside a trainer of transformers, whose processes accelerate has joined, or
     of one to check."""
-    makers = {"longctx.parallel.mesh", "longctx.trainers.dynamic", "longctx.check.command"}
+    makers = {"longctx.parallel.mesh", "longctx.trainers.groups", "longctx.check.command"}
     assert (
         users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= makers
     )

@@ -479,6 +479,7 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grpo of an agent with an engine": ("GRPO", 2, {"agent": True, "use_vllm": True}),
     "grpo of an agent, fully sharded": ("GRPO", 2, {"agent": True, **FSDP2}),
     "rloo with an engine": ("RLOO", 2, {"use_vllm": True, "beta": 0.04}),
+    "gmpo": ("GMPO", 2, {"beta": 0.04, "num_iterations": 2}),
 }
 SEQUENCES |= {
     f"{kind} {name}={value}": (kind, 2, {name: value})
@@ -518,7 +519,7 @@ def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, case: st
     assert max(ours[0]["degrees"]) >= min(ranks, 2)
     merges = options.get("budget", {}).get("merge_prefixes", True)
     assert all(("tokens_after_merging" in entry) == merges for entry in ours[0]["log"][:-1])
-    if kind in ("DPO", "GRPO", "RLOO") and merges:
+    if kind in ("DPO", "GRPO", "RLOO", "GMPO") and merges:
         assert (
             ours[0]["trees"] > 0
             and min(entry["tokens_after_merging"] for entry in ours[0]["log"][:-1]) < 0.9
@@ -1203,6 +1204,9 @@ def test_devices_without_kernels_are_refused(
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
+OF_TRL = {"__module__": "trl.experimental.tpo"}
+
+
 def as_trl(name: str) -> Callable[[Any], None]:
     """Makes a trainer one of TRL's, by its class alone."""
 
@@ -1235,8 +1239,8 @@ def as_trl(name: str) -> Callable[[Any], None]:
             "model_init builds another model.*pass model=model_init",
         ),
         (
-            as_trl("DistillationTrainer"),
-            "DistillationTrainer is not supported: use transformers.Trainer, SFTTrainer",
+            lambda ours: setattr(ours, "__class__", type("TPOTrainer", (Trainer,), OF_TRL)),
+            "TPOTrainer is not supported: use transformers.Trainer, SFTTrainer",
         ),
         (
             lambda ours: (

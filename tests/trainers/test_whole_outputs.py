@@ -2,6 +2,7 @@
 plain training."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,11 @@ import torch
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
+from longctx.planning.layout import Placement
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
+from longctx.trainers.families import AttentionOptions
+from longctx.trainers.planned_call import PlannedCall
+from longctx.trainers.step import Planning, StepExchange
 from longctx.trainers.whole_outputs import PlannedBase
 from tests.marks import slow_unless
 from tests.trainer_cases import (
@@ -578,7 +583,7 @@ def test_logits_of_padding_are_not_computed() -> None:
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]])
     unused: Any = None
     planned = PlannedBase(exchange=unused)
-    planned.mask = mask
+    planned.remember(mask)
     hidden = torch.randn(2, 4, 6) * mask[..., None]
     found = []
     for active in (False, True):
@@ -629,3 +634,19 @@ def test_the_last_part_of_a_call_is_not_computed_again(workers: Workers, tmp_pat
     assert steps == 2
     assert micro_batches >= 6
     assert calls == 2 * micro_batches - steps
+
+
+@pytest.mark.parametrize(
+    ("limit", "first"), [(39, 3), (79, 3), (80, 2), (119, 2), (120, 1), (199, 1), (200, 0)]
+)
+def test_graphs_are_kept_of_what_a_rank_holds_together(limit: int, first: int) -> None:
+    """From the last micro-batch on, by the fullest of ranks: all must do the same."""
+    micro_batches = [(Placement(0, first_rank=0, degree=2),)]
+    for number in (1, 2, 3):
+        micro_batches.append((Placement(number, first_rank=number % 2, degree=1),))
+    plan = SimpleNamespace(lengths=[160, 40, 40, 40], ranks=2, micro_batches=micro_batches)
+    call = PlannedCall(
+        StepExchange(Planning(PROFILE, limit), AttentionOptions(torch.device("cpu")))
+    )
+    step: Any = SimpleNamespace(plan=plan, micro_batches=micro_batches)
+    assert call._first_kept(step) == first
