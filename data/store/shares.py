@@ -30,6 +30,7 @@ from longctx.data.store.encode import Encoder
 from longctx.data.store.manifest import TOKENIZER, StoreError
 from longctx.data.store.request import StoreRequest
 from longctx.data.store.writer import Part, Progress, SliceFiles, finished_parts, write_parts
+from longctx.remote import RemotePath
 
 WAIT_S = 0.1
 """Seconds between looks at what processes have finished."""
@@ -142,6 +143,9 @@ def _make(work: Preparation, encoder: Encoder, number: int, *, progress: Progres
     parts = write_parts(
         work.folder, corpus, encoder, read, slice_=slice_, files=files, progress=progress
     )
+    for file in slice_.files:
+        if isinstance(file, RemotePath):
+            file.check_unchanged()
     if _states(slice_) != before:
         names = ", ".join(str(file) for file in slice_.files[:3])
         raise CorpusError(f"{names} changed while it was read: run the command again")
@@ -149,7 +153,8 @@ def _make(work: Preparation, encoder: Encoder, number: int, *, progress: Progres
 
 
 def _states(part: Slice) -> list[tuple[int, int]]:
-    """Returns size and time of change of every file."""
+    """Returns size and time of change of every file; those in object storage know themselves
+    whether they have changed."""
     states = [file.stat() for file in part.files]
     return [(state.st_size, state.st_mtime_ns) for state in states]
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx.commands.output import a_name, a_path, progress_bar
+from longctx.commands.output import a_name, a_path, a_source, progress_bar
 from longctx.errors import UserError
 from longctx.own_files import that_stay
 
@@ -41,7 +41,7 @@ SUMMARY = "Turn text and conversations into a store of tokenized documents"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
-        type=a_name,
+        type=a_source,
         default="python-stdlib",
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as "
         ".gz or .zst, .parquet, .arrow, Megatron's .idx with .bin) or text, a folder of "
