@@ -88,7 +88,8 @@ class RemotePath(PosixPath):
                 raise
             except Exception as error:  # of the network, and of any package that reads a storage
                 wait = next(waits, None)
-                if wait is None or isinstance(error, _FINAL):
+                is_final = isinstance(error, _FINAL) or "Credentials" in type(error).__name__
+                if wait is None or is_final:
                     said = redacted(f"{type(error).__name__}: {brief(error)}")
                     raise RemoteError(
                         f"{self} cannot be read or written ({said}): check the address, the "
@@ -148,6 +149,12 @@ class RemotePath(PosixPath):
         found = self.ask(lambda system: system.find(self._key, detail=True))
         return [self._found(info) for info in found.values()]
 
+    def glob(self, pattern: str, **_: Any) -> Generator["RemotePath", None, None]:
+        """Yields the objects below that match a pattern."""
+        for file in self.files():
+            if pattern == "**/*" or file.relative_to(self).match(pattern):
+                yield file
+
     def _found(self, info: Mapping[str, Any]) -> "RemotePath":
         address = f"{self.parts[0]}//{info['name'].rstrip('/')}"
         path = _restored(address, RemoteState.of(info))
@@ -206,6 +213,16 @@ class RemotePath(PosixPath):
     def put(self, file: Path) -> None:
         """Writes the contents of a file of this machine."""
         self.ask(lambda system: system.put_file(str(file), self._key))
+
+    def put_bytes(self, content: bytes) -> None:
+        self.ask(lambda system: system.pipe_file(self._key, content))
+
+    def remove(self) -> None:
+        self.ask(lambda system: system.rm_file(self._key))
+
+    def forget(self) -> None:
+        """Forgets what was listed."""
+        self.ask(lambda system: system.invalidate_cache())
 
 
 def _restored(address: str, known: RemoteState | None) -> RemotePath:

@@ -35,6 +35,7 @@ from longctx.data.store.folder import (
     put_in_place,
     shared_folder,
 )
+from longctx.data.store.index import write_index
 from longctx.data.store.manifest import (
     TOKENIZER,
     TOKENIZER_FILES,
@@ -43,6 +44,7 @@ from longctx.data.store.manifest import (
     StoreError,
     is_store,
 )
+from longctx.data.store.mapped import MappedFile
 from longctx.data.store.request import StoreRequest
 from longctx.data.store.shares import (
     ALL,
@@ -247,6 +249,8 @@ def _described(work: Preparation, slices: Sequence[FinishedSlice]) -> Manifest:
     source = corpus.fingerprint(digests)
     fingerprint = request.fingerprint(tokenizer, source)
     write_dataset_files(folder, tokenizer, parts, fingerprint)
+    opened = (MappedFile(folder / part.file, part.checksums) for part in parts)
+    write_index(folder, opened, written.documents)
     known = {part.file: part.checksums for part in parts}
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not is_note(path.name))
     files = {path.relative_to(folder).as_posix(): path for path in paths}

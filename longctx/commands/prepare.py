@@ -61,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum vocabulary of --tokenizer bpe (default: 4096)",
     )
+    parser.add_argument(
+        "--upload",
+        type=a_source,
+        metavar="ADDRESS",
+        help="upload the finished store to object storage too, such as s3://bucket/store, where "
+        "runs read it (data.store); an upload that was interrupted goes on",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument(
         "--share",
@@ -210,7 +217,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{out}: share {arguments.share} is finished, and others are not yet")
     else:
         _tell(arguments, out, prepared, time.perf_counter() - began)
+        if arguments.upload is not None:
+            _upload(arguments, out)
     return 0
+
+
+def _upload(arguments: argparse.Namespace, out: Path) -> None:
+    """Uploads the store, and tells it."""
+    from longctx.data.store.upload import upload
+
+    was_needed = upload(out, arguments.upload, overwrite=arguments.overwrite)
+    if not arguments.json:
+        what = {True: "uploaded", False: "up to date"}
+        print(f"{arguments.upload}: {what[was_needed]}")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -235,7 +254,10 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
     from longctx.data.records.sources import open_corpus
     from longctx.data.store.prepare import prepare, prepare_share
     from longctx.data.store.shares import Share
+    from longctx.data.store.upload import check_address
 
+    if arguments.upload is not None:
+        check_address(arguments.upload)
     share = None
     if arguments.share is not None:
         share = Share.parse(arguments.share)

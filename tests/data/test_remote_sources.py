@@ -27,7 +27,7 @@ from longctx.data.store.store import Store
 from longctx.paths import PathError, expanded, redacted
 from longctx.remote import RemoteError, RemotePath, any_name, any_path
 from tests.data.test_shares import written
-from tests.remote_cases import BUCKET, SECRET, Storage, s3_server, secrets_in, upload
+from tests.remote_cases import BUCKET, SECRET, Storage, put, s3_server, secrets_in, upload
 
 
 @pytest.fixture(scope="module")
@@ -248,9 +248,7 @@ def test_a_remote_path_is_no_path_of_this_machine(server: Storage, tmp_path: Pat
 
 
 def upload_text(key: str, text: str) -> None:
-    import s3fs
-
-    s3fs.S3FileSystem().pipe_file(key, text.encode())
+    put(f"s3://{key}", text.encode())
 
 
 def test_keys_with_empty_names_are_refused(server: Storage) -> None:

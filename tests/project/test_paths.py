@@ -108,11 +108,12 @@ def test_settings_expand_and_refuse(setting: str, home: Path) -> None:
     else:
         config = load(None, [f"{setting}=$SCRATCH/x"])
         assert str(getattr(getattr(config, section), key)) == expected
+    scheme = "ftp" if key == "store" else "s3"  # stores may be in object storage
     with pytest.raises(ConfigError) as error:
-        load(None, [f"{setting}=s3://bucket/x"])
+        load(None, [f"{setting}={scheme}://bucket/x"])
     [problem] = error.value.problems
-    assert (problem.key, problem.value) == (setting, "s3://bucket/x")
-    assert "s3://" in problem.rule and "folder" in problem.fix
+    assert (problem.key, problem.value) == (setting, f"{scheme}://bucket/x")
+    assert f"{scheme}://" in problem.rule and "folder" in problem.fix
 
 
 def test_settings_of_several_stores_expand_and_refuse(home: Path) -> None:
@@ -143,7 +144,7 @@ def test_files_of_settings_are_found_at_home(home: Path) -> None:
         ["export", "run", "hf://owner/name"],
         ["export", "$NOT_SET", "out"],
         ["eval", "s3://bucket/run"],
-        ["eval", "run", "--store", "s3://bucket/store"],
+        ["eval", "run", "--store", "ftp://bucket/store"],
         ["plan", "--lengths", "s3://bucket/lengths", "--ranks", "8"],
         ["plan", "--mix", "wlb_128k", "--ranks", "8", "--profile", "s3://bucket/p.yaml"],
         ["compare", "--mix", "wlb_128k", "--csv", "$NOT_SET/x.csv"],
