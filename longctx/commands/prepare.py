@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum vocabulary of --tokenizer bpe (default: 4096)",
     )
     parser.add_argument(
+        "--ray",
+        metavar="ADDRESS|auto",
+        help="make the store on a Ray cluster, whose machines see source and --out under the same "
+        "names (extra `ray`)",
+    )
+    parser.add_argument(
         "--upload",
         type=a_source,
         metavar="ADDRESS",
@@ -241,6 +247,8 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--long-documents is {arguments.long_documents}, but no length is set: give "
             "--max-length"
         )
+    if arguments.ray is not None and arguments.share is not None:
+        raise UserError("--ray and --share are two ways to use many machines: omit one of the two")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(
             f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit "
@@ -271,7 +279,7 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
     choices["special_as_text"] = arguments.special_tokens_as_text
     with progress_bar() as progress:
         if share is None:
-            return prepare(corpus, out, progress=progress, **choices)
+            return prepare(corpus, out, ray=arguments.ray, progress=progress, **choices)
         return prepare_share(corpus, out, share, progress=progress, **choices)
 
 

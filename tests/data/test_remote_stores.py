@@ -194,6 +194,14 @@ def test_damage_far_away_is_told(tmp_path: Path, here: Path, server: Storage) ->
         store.fetch(range(len(store)))
 
 
+def test_few_parts_are_mapped_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "MOST_MAPS", 2)
+    store = Store.open(here)
+    assert_same(store, Store.open(here), step=3)
+    parts: Any = store._documents[0]._parts
+    assert len(parts.names) > 2 >= len(parts._open)
+
+
 def test_threads_fetch_a_piece_once(tmp_path: Path, here: Path, server: Storage) -> None:
     address = f"s3://{BUCKET}/threads"
     put_all(here, address)
@@ -246,6 +254,11 @@ def test_an_upload_goes_on(tmp_path: Path, here: Path, server: Storage) -> None:
     assert server.requests[f"PUT again/{names[0]}"] == 0
     assert all(server.requests[f"PUT again/{name}"] == 1 for name in names[1:])
     assert not (there / UNFINISHED).exists()
+    put(f"s3://{BUCKET}/stale/{names[0]}", bytes(manifest.files[names[0]]))
+    assert upload(here, f"s3://{BUCKET}/stale")
+    assert_same(
+        Store.open(f"s3://{BUCKET}/stale", cache=Cache(tmp_path / "c", 1.0)), Store.open(here)
+    )
     shutil.copytree(here, tmp_path / "other")
     content = json.loads((here / "manifest.json").read_text())
     del content["checksum"]
