@@ -325,6 +325,18 @@ def robust_table() -> list[str]:
     return markdown(head, lines, numbers_from=1)
 
 
+def prepare_rate() -> list[str]:
+    """Hours of `longctx prepare` for 2 TB, from its CPU time per byte."""
+    row = next(row for row in rows_of("prepare-rate") if row["what"] == "prepare")
+    s_per_gb = float(row["seconds"]) / int(row["amount"]) * 1e9
+    core_hours = 2000 * s_per_gb / 3600
+    lines = []
+    for machines, cores in ((1, 64), (16, 64)):
+        hours = core_hours / machines / cores
+        lines.append([f"{machines} of {cores} cores", f"{hours:,.1f}", f"{core_hours:,.0f}"])
+    return markdown(["machines", "hours for 2 TB", "core hours"], lines, numbers_from=1)
+
+
 OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "trainers": trainers_table,
     "trainers-sentence": trainers_sentence,
@@ -335,6 +347,7 @@ OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "latents": latents_table,
     "qlora": qlora_table,
     "sensitivity": sensitivity_table,
+    "prepare-rate": prepare_rate,
     "trees": trees_measured,
     "trees-predicted": trees_predicted,
 }

@@ -241,8 +241,9 @@ def read_step(
         amounts = [
             weigh_targets(store, piece, count) for piece, count in zip(pieces, targets, strict=True)
         ]
-    names = [_name(store, piece) for piece in pieces]
+    names: Sequence[str] = Names(store, pieces)
     if merged is None:
+        store.fetch(pieces[number].document for number in _held(plan, rank))
         options: dict[str, Any] = {
             "pad_to_multiple_of": pad_to_multiple_of,
             "weighted": store.weighted,
@@ -260,7 +261,7 @@ def read_step(
     return StepBatch(
         step=step,
         plan=plan,
-        documents=tuple(names),
+        documents=names,
         tokens=sum(piece.length for piece in pieces),
         target_tokens=sum(targets),
         micro_batches=tuple(micro_batches),
@@ -290,6 +291,36 @@ def names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:
     return [
         first + f" and {len(others)} that begin alike" * bool(others) for first, *others in together
     ]
+
+
+def _held(plan: Plan, rank: int) -> list[int]:
+    """Returns the documents of a step of which a rank holds a part."""
+    return [
+        placement.document
+        for micro_batch in plan.micro_batches
+        for placement in micro_batch
+        if placement.first_rank <= rank < placement.first_rank + placement.degree
+    ]
+
+
+class Names(Sequence[str]):
+    """The names of the documents of a step, each read when it is asked for: other ranks hold most
+    of them."""
+
+    def __init__(self, store: Store, pieces: Sequence[Piece]) -> None:
+        self._store = store
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return Names(self._store, self._pieces[number])
+        return _name(self._store, self._pieces[number])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
 
 
 def _name(store: Store, piece: Piece) -> str:

@@ -123,7 +123,7 @@ class StepBatch:
 
     step: int
     plan: Plan
-    documents: tuple[str, ...]
+    documents: Sequence[str]
     tokens: int
     target_tokens: int
     micro_batches: tuple[MicroBatch, ...]

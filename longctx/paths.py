@@ -1,5 +1,6 @@
-"""Paths as people write them: `~` and `$NAME` are expanded, and addresses of storage that longctx
-does not reach are refused.
+"""Paths as people write them: `~` and `$NAME` are expanded, `file://` is a path, and addresses of
+storage are refused where only folders of this machine are read or written (`remote.py` has where
+not).
 
 A shell expands neither in `--train.run_dir=~/runs`, nor in a file of settings or in Python, and a
 folder named `~` or `s3:` is nobody's intention.
@@ -12,6 +13,11 @@ from pathlib import Path
 from longctx.errors import UserError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_SECRETS = (
+    (re.compile(r"(?<=:/)(/?)[^/@\s]+@"), r"\1***@"),
+    (re.compile(r"(://[^?\s]*\?)[^\s'\")]+"), r"\1***"),
+)
+"""What may be a key in an address: a user with a password, and what is asked for."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
@@ -20,9 +26,24 @@ class PathError(UserError):
     text."""
 
     def __init__(self, given: str, rule: str, way_out: str) -> None:
-        super().__init__(f"{given}: {rule}; {way_out}")
+        super().__init__(f"{redacted(given)}: {rule}; {way_out}")
         self.rule = rule
         self.way_out = way_out
+
+
+def redacted(text: str) -> str:
+    """Returns a text without keys in the addresses that it contains."""
+    for secret, instead in _SECRETS:
+        text = secret.sub(instead, text)
+    return text
+
+
+def scheme_of(text: str) -> str:
+    """Returns the scheme of an address, in lower case; empty of a path."""
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return ""
+    return scheme[1].lower()
 
 
 def local_path(given: Path | str) -> Path:
@@ -40,8 +61,13 @@ def expanded(given: Path | str) -> str:
     if not isinstance(given, str | Path):
         raise PathError(repr(given), "a path must be a text", "give a str or a pathlib.Path")
     text = str(given)
-    if scheme := _SCHEME.match(text):
-        raise _elsewhere(text, scheme[1].lower())
+    if scheme_of(text) == "file":
+        host, slash, rest = text.partition(":")[2].removeprefix("//").partition("/")
+        if host or not slash:
+            raise PathError(text, "it names another machine, or no path", "write file:///PATH")
+        return "/" + rest.lstrip("/")
+    if scheme := scheme_of(text):
+        raise _elsewhere(text, scheme)
     if not ("~" in text or "$" in text) or os.path.lexists(text):
         return text
     for match in _VARIABLE.finditer(text):
@@ -77,15 +103,12 @@ def no_run(folder: Path) -> str:
 
 def _elsewhere(text: str, scheme: str) -> PathError:
     """Returns the error of an address of a storage."""
-    if scheme == "file":
-        path = "/" + text.partition(":")[2].lstrip("/")
-        return PathError(text, "longctx takes paths, not addresses", f"write {path}")
     if scheme == "hf":
         way_out = (
             "write OWNER/NAME of a model or data set on the hub, or download it and give the folder"
         )
-        return PathError(text, "longctx does not read or write hf://", way_out)
-    rule = f"longctx reads and writes folders of this machine, and not {scheme}://"
+        return PathError(text, "hf:// is read as source of data only", way_out)
+    rule = f"folders of this machine are read and written here, and not {scheme}://"
     return PathError(
         text, rule, "give a folder, such as a mounted one, and copy it from or to there"
     )

@@ -1,7 +1,6 @@
 """Finds and copies the tokenizer files of a checkpoint, including chat templates."""
 
 import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ def copy(files: Iterable[Path], source: Path, target: Path) -> None:
     `target`."""
     for file in files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / file, target / file)
+        (target / file).write_bytes((source / file).read_bytes())
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from longctx.data.records.readers import (
     read_span,
     read_text,
 )
-from longctx.data.records.slices import Slice, joined_digests, slices_of
+from longctx.data.records.slices import Slice, joined_digests, slices_of, version_of
 from longctx.data.records.splits import PLAIN
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -178,8 +178,10 @@ class Corpus:
         files = []
         for file in self.files:
             state = file.stat()
-            time_ns = state.st_mtime_ns if with_times else 0
-            files.append((self._path(file), state.st_size, time_ns, self._is_text(file)))
+            changed: int | str = 0
+            if with_times:
+                changed = version_of(file)
+            files.append((self._path(file), state.st_size, changed, self._is_text(file)))
         hub = self.hub and replace(self.hub, revision=None)
         how = (self.kind, self.text_column, self.separator, self.ends, self.limits, hub)
         return hashlib.sha256(repr((how, files)).encode()).hexdigest()

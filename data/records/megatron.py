@@ -65,11 +65,11 @@ def read_megatron(index: Path) -> Iterator[npt.NDArray[Any]]:
         raise ValueError(
             f"its documents are not in order, or end after the {size:,} bytes of {tokens.name}"
         )
-    data = np.memmap(tokens, np.uint8, "r") if size else np.zeros(0, np.uint8)
-    for first, stop in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
-        places = range(first, stop)
-        parts = [
-            data[starts[place] : starts[place] + lengths[place] * kind.itemsize].view(kind)
-            for place in places
-        ]
-        yield np.concatenate(parts) if parts else np.zeros(0, kind)
+    with tokens.open("rb") as stream:
+        for first, stop in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+            parts = [np.zeros(0, kind)]
+            for place in range(first, stop):
+                stream.seek(int(starts[place]))
+                content = stream.read(int(lengths[place]) * kind.itemsize)
+                parts.append(np.frombuffer(content, kind))
+            yield np.concatenate(parts)

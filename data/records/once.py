@@ -21,6 +21,7 @@ from longctx.data.records.readers import (
     lines,
 )
 from longctx.pointers import DVC, complaint, missing_of_dvc, pointer
+from longctx.remote import RemotePath
 
 NAMED = 3
 """Number of files that are named of each kind."""
@@ -211,6 +212,8 @@ def _whole(file: Path) -> list[Path]:
 
 
 def _bytes_digest(file: Path) -> str:
+    if isinstance(file, RemotePath):  # which is not read twice to tell copies
+        return file.state().version
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -21,8 +21,11 @@ from longctx.data.records.messages import FormatError, parse_json
 from longctx.data.records.nulls import rows
 from longctx.data.records.slices import lines_in
 from longctx.errors import UserError, brief
+from longctx.remote import RemotePath
 
 MEGATRON = (".idx", ".bin")
+PARQUET_BLOCK = 1 << 16
+"""Bytes that are read at once of a Parquet file, whose columns are far from each other."""
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 """Compression by the last ending of a file of lines or JSON."""
 
@@ -86,7 +89,7 @@ def lines(file: Path) -> Iterator[bytes]:
 
     try:
         with io.BufferedReader(
-            pyarrow.input_stream(str(file), COMPRESSED[file.suffix.lower()]), 1 << 20
+            pyarrow.input_stream(file.open("rb"), COMPRESSED[file.suffix.lower()]), 1 << 20
         ) as stream:
             yield from stream
     except OSError as error:
@@ -237,9 +240,12 @@ def _open_table(file: Path) -> tuple[Any, int, Callable[..., Any]]:
     import pyarrow.parquet
 
     if ending_of(file) == ".parquet":
-        parquet = pyarrow.parquet.ParquetFile(file)
+        parquet = pyarrow.parquet.ParquetFile(file.open("rb", PARQUET_BLOCK), pre_buffer=True)
         return parquet.schema_arrow, parquet.metadata.num_rows, partial(parquet.iter_batches, 256)
-    source = pyarrow.memory_map(str(file))
+    if isinstance(file, RemotePath):
+        source = pyarrow.PythonFile(file.open("rb"))
+    else:
+        source = pyarrow.memory_map(str(file))
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from longctx.remote import RemotePath
+
 SLICE_BYTES = 256 << 20
 """About how many bytes a slice has, unless one file that is not cut has more."""
 CUT = (".jsonl", ".ndjson")
@@ -42,7 +44,11 @@ class Slice:
         return sum(file.stat().st_size for file in self.files)
 
     def digest(self, file: Path) -> str:
-        """Returns the SHA-256 (hex) of a file of the slice, or of its span."""
+        """Returns the SHA-256 (hex) of a file of the slice, or of its span; in object storage that
+        of its version there, so that it is not read once more."""
+        if isinstance(file, RemotePath):
+            version = f"{file.state()} {self.start} {self.stop}"
+            return hashlib.sha256(version.encode()).hexdigest()
         with file.open("rb") as stream:
             if not self.is_span:
                 return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -114,3 +120,11 @@ def lines_in(stream: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
     while place < stop and (line := stream.readline()):
         yield line
         place += len(line)
+
+
+def version_of(file: Path) -> int | str:
+    """Returns what changes with the contents of a file: the time of its last change, or in object
+    storage its version, as it was listed."""
+    if isinstance(file, RemotePath):
+        return file.state().version
+    return file.stat().st_mtime_ns

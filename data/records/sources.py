@@ -14,7 +14,7 @@ from longctx.data.records.corpus import STANDARD_LIBRARY, Corpus
 from longctx.data.records.once import check_pointers, check_tables, finished, named, once, told
 from longctx.data.records.readers import MEGATRON, READERS, CorpusError, HubDataset, ending_of
 from longctx.data.records.splits import TEXT_ENDINGS, chosen_split, files_of_split, splits_of
-from longctx.paths import expanded
+from longctx.remote import RemotePath, any_name, any_path
 
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
@@ -61,14 +61,14 @@ def open_corpus(
 
     Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
-    source = expanded(source)
+    source = any_name(source)
     if not source:
         raise CorpusError(
             f"source is '': give `{STANDARD_LIBRARY}`, a file, a folder (. is this one), a saved "
             "dataset, or OWNER/NAME"
         )
     if source != STANDARD_LIBRARY:
-        _check_there(Path(source))
+        _check_there(any_path(source))
     if source != STANDARD_LIBRARY and _HUB_NAME.fullmatch(source) and not Path(source).exists():
         if as_text:
             raise CorpusError(
@@ -98,7 +98,7 @@ class _Local:
     def corpus(self) -> Corpus:
         if self.source == STANDARD_LIBRARY:
             return self._standard_library()
-        path = Path(self.source)
+        path = any_path(self.source)
         if self.split is not None and (self.as_text or not path.is_dir()):
             raise CorpusError(
                 f"split {self.split!r} cannot be chosen: {self.source!r} is one file, or is read "
@@ -157,6 +157,11 @@ class _Local:
         root = self._folder_of_split(path, not_read)
         files = finished(list(_walk(root, not_read)), root, not_read)
         if _is_saved_dataset(root, files):
+            if isinstance(root, RemotePath):
+                raise CorpusError(
+                    f"{root} is a dataset that `datasets` saved, which is read from folders of "
+                    "this machine only: copy it there, or give Parquet files"
+                )
             return self._saved_dataset(root, files, not_read=not_read)
         self._refuse_saved_datasets(files)
         check_pointers(file for file in files if file.suffix.lower() == ".dvc")
@@ -264,6 +269,9 @@ def _walk(
     Links to folders are followed, each folder once, but not where folders are left out. Broken
     links are counted in `not_read`.
     """
+    if isinstance(root, RemotePath):
+        yield from _listed(root)
+        return
     files: list[Path] = []
     again: list[Path] = []
     entered = {root.resolve()}
@@ -290,3 +298,16 @@ def _walk(
     there = [file for file in files if file.is_file()]
     # By path parts: the order of the file system differs between machines.
     yield from sorted(there, key=lambda file: file.relative_to(root).parts)
+
+
+def _listed(root: RemotePath) -> list[Path]:
+    """Returns the objects below a folder in object storage, as `_walk` does."""
+    files: list[Path] = []
+    for file in root.files():
+        inner = file.relative_to(root)
+        for folder in inner.parents:
+            check_tables(root / folder.parent, [folder.name], [])
+        check_tables(file.parent, [], [file.name])
+        if not any(part.startswith(".") for part in inner.parts):
+            files.append(file)
+    return sorted(files, key=lambda file: file.relative_to(root).parts)

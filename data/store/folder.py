@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
+from longctx.data.store.index import INDEX
 from longctx.data.store.manifest import (
     MANIFEST,
     TOKENIZER,
@@ -37,6 +38,7 @@ NAMES = (
     "data-*.arrow",
     "dataset_info.json",
     "state.json",
+    *INDEX,
     f"{TOKENIZER_FILES}/*",
     *NOTES,
 )

@@ -13,6 +13,7 @@ from longctx.data.records.corpus import SourceCounts
 from longctx.data.records.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 from longctx.pointers import complaint
+from longctx.remote import RemotePath
 
 FORMAT = "longctx-store"
 VERSION = 1
@@ -148,6 +149,11 @@ class Manifest(SourceCounts, Counts):
         return bool(set(self.formats) - WITHOUT_TEMPLATE)
 
     @property
+    def checksums_of_parts(self) -> dict[str, str]:
+        """Checksums of the Arrow files, by name."""
+        return {name: sums for name, sums in self.checksums.items() if name.endswith(ARROW)}
+
+    @property
     def loss(self) -> str:
         """Sentence on text that the tokenizer lacks; empty if it lacks none."""
         if not self.unknown_tokens:
@@ -170,7 +176,9 @@ class Manifest(SourceCounts, Counts):
             raise StoreError(
                 f"there is no store at {folder}: make one with {how_to_prepare(folder)}"
             )
-        if said := complaint(sorted(folder.iterdir())):
+        files = sorted(folder.iterdir())
+        is_remote = isinstance(folder, RemotePath)  # where version control keeps no pointers
+        if not is_remote and (said := complaint(files)):
             raise StoreError(f"store {folder}: {said}")
         if not path.is_file():
             raise StoreError(

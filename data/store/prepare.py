@@ -35,6 +35,7 @@ from longctx.data.store.folder import (
     put_in_place,
     shared_folder,
 )
+from longctx.data.store.index import write_index
 from longctx.data.store.manifest import (
     TOKENIZER,
     TOKENIZER_FILES,
@@ -43,6 +44,8 @@ from longctx.data.store.manifest import (
     StoreError,
     is_store,
 )
+from longctx.data.store.mapped import MappedFile
+from longctx.data.store.on_ray import make_on_ray
 from longctx.data.store.request import StoreRequest
 from longctx.data.store.shares import (
     ALL,
@@ -78,6 +81,7 @@ class Prepared:
     out=a_path,
     workers=or_none(whole(least=1)),
     overwrite=flag,
+    ray=or_none(kind("the address of a Ray cluster, or auto", str)),
     progress=callable_,
 )
 def prepare(
@@ -86,6 +90,7 @@ def prepare(
     *,
     workers: int | None = None,
     overwrite: bool = False,
+    ray: str | None = None,
     progress: Progress = lambda stage, share: None,
     **choices: Any,
 ) -> Prepared:
@@ -99,6 +104,8 @@ def prepare(
         workers: number of tokenizer threads, those of all processes; None: one per core.
         overwrite: replace a store at `out` that matches another request, but only the files that
             its manifest lists: all others stay. Anything that is not a store is never replaced.
+        ray: address of a Ray cluster that makes the store, or auto; its machines see source and
+            `out` under the same names, and each slice has `workers` threads (None: 1).
         progress: called with the current stage and its finished share (0 … 1).
         choices: tokenizer, chat template and others: the attributes of `StoreRequest`.
 
@@ -122,7 +129,10 @@ def prepare(
     with partial_folder(out, _identity(request)) as folder:
         _tokenizer(folder, request, progress)
         work = Preparation(folder, request, request.corpus.slices)
-        make_in_processes(work, ALL, workers=workers, progress=progress)
+        if ray is None:
+            make_in_processes(work, ALL, workers=workers, progress=progress)
+        else:
+            make_on_ray(work, ray, workers=workers, progress=progress)
         finished = work.finished()
         assert finished is not None  # all are made here
         return _joined(work, out, finished)
@@ -247,6 +257,8 @@ def _described(work: Preparation, slices: Sequence[FinishedSlice]) -> Manifest:
     source = corpus.fingerprint(digests)
     fingerprint = request.fingerprint(tokenizer, source)
     write_dataset_files(folder, tokenizer, parts, fingerprint)
+    opened = (MappedFile(folder / part.file, part.checksums) for part in parts)
+    write_index(folder, opened, written.documents)
     known = {part.file: part.checksums for part in parts}
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not is_note(path.name))
     files = {path.relative_to(folder).as_posix(): path for path in paths}

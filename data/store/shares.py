@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ from longctx.data.store.encode import Encoder
 from longctx.data.store.manifest import TOKENIZER, StoreError
 from longctx.data.store.request import StoreRequest
 from longctx.data.store.writer import Part, Progress, SliceFiles, finished_parts, write_parts
+from longctx.remote import RemotePath
 
 WAIT_S = 0.1
 """Seconds between looks at what processes have finished."""
@@ -99,6 +101,11 @@ class Preparation:
     def tokenizer(self) -> Tokenizer:
         return self.request.given or Tokenizer.load(self.folder / TOKENIZER)
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of every slice."""
+        return [slice_.bytes for slice_ in self.slices]
+
     def files(self, number: int) -> SliceFiles:
         """Returns the names of the files of a slice."""
         return SliceFiles(number, len(self.slices))
@@ -126,10 +133,10 @@ def make_slices(
             continue
         with lock(work.folder / work.files(number).lock) as is_held:
             if is_held and not work.is_finished(number):
-                _make(work, encoder, number, progress=progress)
+                make_slice(work, encoder, number, progress=progress)
 
 
-def _make(work: Preparation, encoder: Encoder, number: int, *, progress: Progress) -> None:
+def make_slice(work: Preparation, encoder: Encoder, number: int, *, progress: Progress) -> None:
     """Makes a slice, or what an interrupted process has left of it. Raises CorpusError if a file
     changes meanwhile."""
     corpus = work.request.corpus
@@ -142,6 +149,9 @@ def _make(work: Preparation, encoder: Encoder, number: int, *, progress: Progres
     parts = write_parts(
         work.folder, corpus, encoder, read, slice_=slice_, files=files, progress=progress
     )
+    for file in slice_.files:
+        if isinstance(file, RemotePath):
+            file.check_unchanged()
     if _states(slice_) != before:
         names = ", ".join(str(file) for file in slice_.files[:3])
         raise CorpusError(f"{names} changed while it was read: run the command again")
@@ -149,7 +159,8 @@ def _make(work: Preparation, encoder: Encoder, number: int, *, progress: Progres
 
 
 def _states(part: Slice) -> list[tuple[int, int]]:
-    """Returns size and time of change of every file."""
+    """Returns size and time of change of every file; those in object storage know themselves
+    whether they have changed."""
     states = [file.stat() for file in part.files]
     return [(state.st_size, state.st_mtime_ns) for state in states]
 
@@ -214,19 +225,19 @@ def make_in_processes(
     if count == 1:
         make_slices(work, share, workers=workers, progress=progress)
         return
-    sizes = [slice_.bytes for slice_ in work.slices]
     own = _OwnProcesses(work, share, count=count, threads=threads // count)
     try:
         while own.are_running():
-            progress("tokenizing", _finished_share(work, sizes))
+            progress("tokenizing", finished_share(work))
             time.sleep(WAIT_S)
     finally:
         own.stop()
     progress("tokenizing", 1)
 
 
-def _finished_share(work: Preparation, sizes: Sequence[int]) -> float:
-    """Returns the share of the bytes of finished slices, of which all have these `sizes`."""
+def finished_share(work: Preparation) -> float:
+    """Returns the share of the bytes of finished slices."""
+    sizes = work.sizes
     finished = sum(size for number, size in enumerate(sizes) if work.is_finished(number))
     return finished / max(1, sum(sizes))
 
@@ -289,7 +300,7 @@ def _end_with_parent(descriptor: int) -> None:
     os._exit(1)
 
 
-def _silent(stage: str, share: float) -> None:
+def silent(stage: str, share: float) -> None:
     """Tells nobody of progress: the parent process sees which slices are finished."""
 
 
@@ -299,7 +310,7 @@ def _serve(given: IO[bytes], said: IO[bytes]) -> None:
     threading.Thread(target=_end_with_parent, args=(given.fileno(),), daemon=True).start()
     error: Exception | None = None
     try:
-        make_slices(work, share, workers=threads, progress=_silent)
+        make_slices(work, share, workers=threads, progress=silent)
     except Exception as raised:
         error = raised
     pickle.dump(error, said)

@@ -20,14 +20,17 @@ library (`load_from_disk`). Reading needs neither `datasets` nor torch, so that 
 store's lengths starts quickly. `longctx.data.store.prepare` writes stores.
 
 The manifest has checksums of itself and of every file. Small files are verified when a store is
-opened, large ones part by part when a document there is first read.
+opened, large ones part by part when a document there is first read. What is known of all documents
+is in an index (`index.py`). A store in object storage is read through a cache (`cache.py`).
 """
 
+import bisect
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,10 +42,13 @@ import pyarrow.compute
 from longctx.checksums import damage
 from longctx.data import IGNORED_LABEL
 from longctx.data.records.tokenizer import Tokenizer
+from longctx.data.store.cache import Cache, CachedParts
+from longctx.data.store.documents import Documents, Parts
+from longctx.data.store.index import INDEX, LENGTHS, Index, write_index
 from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, damaged
-from longctx.data.store.mapped import Batch, MappedFile
-from longctx.errors import shell
-from longctx.paths import local_path
+from longctx.data.store.mapped import SMALL, LocalParts, MappedFile
+from longctx.errors import UserError, shell
+from longctx.remote import RemotePath, any_path
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -87,7 +93,6 @@ class Store:
     Attributes:
         sources: the stores that this one consists of; a single store has itself.
         lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
-        trained_tokens: targets per document, int64 `[documents]`.
         weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by
             default.
         weighted: whether a document has weights of tokens.
@@ -99,77 +104,59 @@ class Store:
         path: Path,
         manifest: Manifest,
         tokenizer: Tokenizer,
-        table: Any,
-        batches: Sequence[Batch],
+        documents: Sequence[Documents],
         sources: Sequence[Source] = (),
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.tokenizer = tokenizer
         self.sources = tuple(sources) or (
-            Source(path, manifest.fingerprint, range(table.num_rows)),
+            Source(path, manifest.fingerprint, range(len(documents[0]))),
         )
         prints = [source.fingerprint for source in self.sources]
         if len(prints) == 1:
             self.fingerprint = prints[0]
         else:
             self.fingerprint = hashlib.sha256("".join(prints).encode()).hexdigest()
-        self._table = table
-        self.weighted = "token_weights" in table.column_names
-        self.lengths: Int64Array = table.column("length").to_numpy()
-        self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
-        weights = table.column("weight")
-        # Then a single number suffices.
-        all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)
-        self.weights: npt.NDArray[np.float64] = (
-            np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
-        )
-        self._names = table.column("name")
-        self._batches = batches
-        self._first_document = np.cumsum([0] + [batch.rows.num_rows for batch in self._batches])
+        self._documents = documents
+        self._firsts = [source.documents.start for source in self.sources]
+        indices = [each.index for each in documents]
+        self.weighted = any(bool(index.batches["weighted"].any()) for index in indices)
+        self.lengths: Int64Array = _joined([index.lengths for index in indices])
+        self._trained_tokens: Int64Array | None = None
+        if any(index.trained_tokens is not None for index in indices):
+            self._trained_tokens = _joined([index.targets() for index in indices])
+        self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(self.lengths))
+        if any(index.weights is not None for index in indices):
+            self.weights = _joined([index.all_weights() for index in indices])
 
     @classmethod
-    def open(cls, path: Path | str) -> "Store":
-        """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way
-        out."""
-        path = local_path(path)
+    def open(cls, path: Path | str, *, cache: Cache | None = None) -> "Store":
+        """Opens a store, of which nothing is read yet but its index; one in object storage is read
+        through a cache (None: the default one). Raises StoreError naming what is wrong with it, and
+        the way out."""
+        path = any_path(path)
         manifest = Manifest.load(path)
         try:
             for name in manifest.files:
-                if not name.endswith(ARROW) and (
-                    problem := damage(path / name, manifest.checksums[name])
-                ):
+                is_whole = not name.endswith((ARROW, *INDEX))
+                if is_whole and (problem := damage(path / name, manifest.checksums[name])):
                     raise ValueError(problem)
             used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)
-            parts = sorted(name for name in manifest.files if name.endswith(ARROW))
-            files = [MappedFile(path / name, manifest.checksums[name]) for name in parts]
-            table = pyarrow.concat_tables([file.table for file in files], promote_options="default")
-        except (pyarrow.ArrowException, ValueError) as error:
+            if used.fingerprint != manifest.tokenizer_fingerprint:
+                raise _of_another_store(path)
+            if isinstance(path, RemotePath):
+                index, parts = _remote(path, manifest, cache or Cache())
+            else:
+                index, parts = _local(path, manifest)
+        except (pyarrow.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, UserError):
+                raise
             raise damaged(path, error) from error
-        if (
-            used.fingerprint != manifest.tokenizer_fingerprint
-            or table.num_rows != manifest.documents
-        ):
-            raise StoreError(
-                f"store {path} has files of another store: prepare it again with `longctx prepare "
-                "--overwrite`"
-            )
-        for column, total in (
-            ("length", manifest.tokens),
-            ("trained_tokens", manifest.trained_tokens),
-        ):
-            if (
-                actual := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)
-            ) != total:
-                found = filter(None, (file.damage() for file in files))
-                raise damaged(path, next(found, f"{column} adds up to {actual:,}, not {total:,}"))
-        return cls(
-            path,
-            manifest,
-            tokenizer=used,
-            table=table,
-            batches=[batch for file in files for batch in file.batches],
-        )
+        if len(index.lengths) != manifest.documents:
+            raise _of_another_store(path)
+        schemas = store_schema(used), store_schema(used, weighted=True)
+        return cls(path, manifest, used, [Documents(index, parts, schemas)])
 
     @classmethod
     def join(
@@ -206,19 +193,20 @@ class Store:
             )
             for store, amount, end in zip(stores, amounts, ends, strict=True)
         ]
-        table = pyarrow.concat_tables([store._table for store in stores], promote_options="default")
-        batches = [batch for store in stores for batch in store._batches]
+        documents = [each for store in stores for each in store._documents]
         return cls(
-            first.path,
-            first.manifest,
-            tokenizer=first.tokenizer,
-            table=table,
-            batches=batches,
-            sources=sources,
+            first.path, first.manifest, first.tokenizer, documents=documents, sources=sources
         )
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def trained_tokens(self) -> Int64Array:
+        """Targets per document, int64 `[documents]`."""
+        if self._trained_tokens is None:
+            return self.lengths - 1
+        return self._trained_tokens
 
     @property
     def partly_trained(self) -> npt.NDArray[np.bool_]:
@@ -232,15 +220,23 @@ class Store:
 
     @property
     def names(self) -> Iterator[str]:
-        for part in self._names.chunks:
-            yield from part.to_pylist()
+        if any(isinstance(source.path, RemotePath) for source in self.sources):
+            raise StoreError(
+                f"the names of all documents of {self.description} are asked for, as data.held_out "
+                "does, which would fetch all of it: set eval.store and data.held_out 0, or copy "
+                "the store to a folder of this machine"
+            )
+        for documents in self._documents:
+            for batch in documents.batches():
+                yield from batch.column("name").to_pylist()
 
     @property
     def largest_token(self) -> int:
         """Largest token id of all documents; reads all of them."""
         return max(
-            pyarrow.compute.max(batch.rows.column("tokens").values).as_py() or 0
-            for batch in self._batches
+            pyarrow.compute.max(batch.column("tokens").values).as_py() or 0
+            for documents in self._documents
+            for batch in documents.batches()
         )
 
     def tokens_by_source(self, documents: Sequence[int], tokens: Sequence[int]) -> dict[str, int]:
@@ -249,15 +245,29 @@ class Store:
         if len(self.sources) == 1:
             return {}
         by_path = dict.fromkeys((str(source.path) for source in self.sources), 0)
-        firsts = [source.documents.start for source in self.sources]
-        for place, count in zip(
-            np.searchsorted(firsts, documents, side="right") - 1, tokens, strict=True
-        ):
+        for place, count in zip(map(self._source, documents), tokens, strict=True):
             by_path[str(self.sources[place].path)] += count
         return by_path
 
+    def _source(self, document: int) -> int:
+        """Returns the number of the store that a document is in."""
+        return bisect.bisect_right(self._firsts, document) - 1
+
+    def fetch(self, documents: Iterable[int]) -> None:
+        """Fetches documents that will be read, several at a time, where a store is far away."""
+        by_source: dict[int, list[int]] = {}
+        for document in documents:
+            source = self._source(document)
+            by_source.setdefault(source, []).append(document - self._firsts[source])
+        for source, its in by_source.items():
+            try:
+                self._documents[source].fetch(its)
+            except ValueError as error:
+                raise self._damaged(self._firsts[source], error) from error
+
     def name(self, document: int) -> str:
-        return str(self._names[document].as_py())
+        batch, row = self._row(document)
+        return str(batch.column("name")[row].as_py())
 
     def read(
         self, document: int, start: int, stop: int, *, end: int | None = None
@@ -308,7 +318,9 @@ class Store:
         """Returns the number of targets of the span start … stop - 1 as a separate document, whose
         first token is no target."""
         if stop - start == self.lengths[document]:
-            return int(self.trained_tokens[document])
+            if self._trained_tokens is None:
+                return stop - start - 1
+            return int(self._trained_tokens[document])
         if stop > start + 1:
             return int(self._trained(document, start + 1, stop).sum())
         return 0
@@ -319,6 +331,8 @@ class Store:
         """Returns which of these spans have a target as separate documents; reads those that are
         parts of conversations."""
         has_target: npt.NDArray[np.bool_] = stops - starts > 1
+        if self._trained_tokens is None:
+            return has_target
         whole = stops - starts == self.lengths[documents]
         has_target[whole] = self.trained_tokens[documents[whole]] > 0
         for place in np.flatnonzero(
@@ -353,19 +367,97 @@ class Store:
     def _values(self, document: int, column: str, start: int, stop: int) -> Any:
         """Returns a span of a document's list in a column; None: it has none. Raises StoreError if
         it is damaged."""
-        index = int(np.searchsorted(self._first_document, document, side="right")) - 1
-        batch = self._batches[index]
-        if problem := batch.file.damage(batch.begin, batch.end):
-            raise damaged(self._path(document), problem)
-        if column not in batch.rows.schema.names:
+        batch, row = self._row(document)
+        if column not in batch.schema.names:
             return None
-        values = batch.rows.column(column)[document - int(self._first_document[index])].values
+        values = batch.column(column)[row].values
         if values is None:
             return None
         return values[start:stop].to_numpy(zero_copy_only=False)
 
+    def _row(self, document: int) -> tuple[Any, int]:
+        """Returns the record batch of a document, and its row there. Raises StoreError if it is
+        damaged."""
+        source = self._source(document)
+        try:
+            return self._documents[source].row(document - self._firsts[source])
+        except ValueError as error:
+            raise self._damaged(document, error) from error
+
+    def _damaged(self, document: int, error: ValueError) -> UserError:
+        """Returns the error of a document that cannot be read; one that says the way out stays."""
+        if isinstance(error, UserError):
+            return error
+        return damaged(self._path(document), error)
+
     def _path(self, document: int) -> Path:
-        return next(source.path for source in self.sources if document in source.documents)
+        return self.sources[self._source(document)].path
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Returns the values of several stores; those of a single one as they are mapped."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays)
+
+
+def _of_another_store(path: Path) -> StoreError:
+    return StoreError(
+        f"store {path} has files of another store: prepare it again with `longctx prepare "
+        "--overwrite`"
+    )
+
+
+def _local(path: Path, manifest: Manifest) -> tuple[Index, Parts]:
+    """Returns index and parts of a store in a folder of this machine. Raises ValueError if they are
+    damaged, as far as a glance tells."""
+    checksums = manifest.checksums_of_parts
+    parts = LocalParts(path, checksums)
+    if LENGTHS not in manifest.files:  # made before there were indices
+        opened = (MappedFile(path / name, checksums[name]) for name in parts.names)
+        with TemporaryDirectory() as folder:
+            write_index(Path(folder), opened, manifest.documents)
+            made = {file.name: file for file in Path(folder).iterdir()}
+            index = Index.load(made)  # which stays mapped
+    else:
+        if sum(manifest.files[name] for name in parts.names) <= SMALL and parts.damage():
+            raise ValueError(parts.damage())
+        files = {name: path / name for name in INDEX if name in manifest.files}
+        for name, file in files.items():
+            if manifest.files[name] <= SMALL and damage(file, manifest.checksums[name]):
+                raise ValueError(damage(file, manifest.checksums[name]))
+        index = Index.load(files)
+    if len(index.lengths) <= SMALL:
+        _check_totals(index, manifest, parts)
+    return index, parts
+
+
+def _check_totals(index: Index, manifest: Manifest, parts: LocalParts) -> None:
+    """Raises ValueError if the documents do not add up to what the manifest says."""
+    totals = {"length": (index.lengths, manifest.tokens)}
+    totals["trained_tokens"] = (index.targets(), manifest.trained_tokens)
+    for column, (values, total) in totals.items():
+        actual = int(values.sum())
+        if actual != total:
+            raise ValueError(parts.damage() or f"{column} adds up to {actual:,}, not {total:,}")
+
+
+def _remote(path: RemotePath, manifest: Manifest, cache: Cache) -> tuple[Index, Parts]:
+    """Returns index and parts of a store in object storage. Raises StoreError if it has no
+    index."""
+    if LENGTHS not in manifest.files:
+        raise StoreError(
+            f"store {path} was prepared before stores could be read in object storage: prepare it "
+            "again, or copy it to a folder of this machine"
+        )
+    cache.make()
+    files = {}
+    for name in INDEX:
+        if name in manifest.files:
+            checksums = manifest.checksums[name]
+            files[name] = cache.file(path / name, manifest.files[name], checksums=checksums)
+    parts = CachedParts(path, manifest.files, checksums=manifest.checksums_of_parts, cache=cache)
+    return Index.load(files), parts
 
 
 class Lengths(Store):
@@ -376,11 +468,12 @@ class Lengths(Store):
 
     def __init__(self, lengths: Sequence[int], description: str, vocab_size: int) -> None:
         self.lengths = np.array(lengths, dtype=np.int64)
-        self.trained_tokens = np.maximum(self.lengths - 1, 0)
+        self._trained_tokens = np.maximum(self.lengths - 1, 0)
         self.path = Path(description)
         self.sources = (Source(self.path, "", range(len(self.lengths))),)
         self.tokenizer = cast(Tokenizer, SimpleNamespace(vocab_size=vocab_size))
         self.weighted = False
+        self._firsts = [0]
 
     @property
     def names(self) -> Iterator[str]:

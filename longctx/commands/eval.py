@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import a_name, a_path
+from longctx.commands.output import a_name, a_source
 from longctx.errors import UserError
 from longctx.paths import is_hub_name
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--store",
-        type=a_path,
+        type=a_source,
         help="store to evaluate on (default: the validation documents of the run)",
     )
     parser.add_argument(

@@ -254,6 +254,8 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
         "tokenizer": tokenizer,
         "vocab_size": None,
         "share": None,
+        "ray": None,
+        "upload": None,
         "json": False,
     }
     try:

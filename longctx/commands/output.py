@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from longctx.errors import UserError
 from longctx.paths import PathError, expanded
+from longctx.remote import any_name
 
 if TYPE_CHECKING:
     from longctx.data.store.writer import Progress as Show
@@ -33,6 +34,14 @@ def a_name(text: str) -> str:
     argparse."""
     try:
         return expanded(text)
+    except PathError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def a_source(text: str) -> str:
+    """Returns an argument that is also read in object storage, as `type` of argparse."""
+    try:
+        return any_name(text)
     except PathError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx.commands.output import a_name, a_path, progress_bar
+from longctx.commands.output import a_name, a_path, a_source, progress_bar
 from longctx.errors import UserError
 from longctx.own_files import that_stay
 
@@ -41,7 +41,7 @@ SUMMARY = "Turn text and conversations into a store of tokenized documents"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
-        type=a_name,
+        type=a_source,
         default="python-stdlib",
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as "
         ".gz or .zst, .parquet, .arrow, Megatron's .idx with .bin) or text, a folder of "
@@ -60,6 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="maximum vocabulary of --tokenizer bpe (default: 4096)",
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS|auto",
+        help="make the store on a Ray cluster, whose machines see source and --out under the same "
+        "names (extra `ray`)",
+    )
+    parser.add_argument(
+        "--upload",
+        type=a_source,
+        metavar="ADDRESS",
+        help="upload the finished store to object storage too, such as s3://bucket/store, where "
+        "runs read it (data.store); an upload that was interrupted goes on",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument(
@@ -210,7 +223,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{out}: share {arguments.share} is finished, and others are not yet")
     else:
         _tell(arguments, out, prepared, time.perf_counter() - began)
+        if arguments.upload is not None:
+            _upload(arguments, out)
     return 0
+
+
+def _upload(arguments: argparse.Namespace, out: Path) -> None:
+    """Uploads the store, and tells it."""
+    from longctx.data.store.upload import upload
+
+    was_needed = upload(out, arguments.upload, overwrite=arguments.overwrite)
+    if not arguments.json:
+        what = {True: "uploaded", False: "up to date"}
+        print(f"{arguments.upload}: {what[was_needed]}")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -222,6 +247,8 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--long-documents is {arguments.long_documents}, but no length is set: give "
             "--max-length"
         )
+    if arguments.ray is not None and arguments.share is not None:
+        raise UserError("--ray and --share are two ways to use many machines: omit one of the two")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(
             f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit "
@@ -235,7 +262,10 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
     from longctx.data.records.sources import open_corpus
     from longctx.data.store.prepare import prepare, prepare_share
     from longctx.data.store.shares import Share
+    from longctx.data.store.upload import check_address
 
+    if arguments.upload is not None:
+        check_address(arguments.upload)
     share = None
     if arguments.share is not None:
         share = Share.parse(arguments.share)
@@ -249,7 +279,7 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
     choices["special_as_text"] = arguments.special_tokens_as_text
     with progress_bar() as progress:
         if share is None:
-            return prepare(corpus, out, progress=progress, **choices)
+            return prepare(corpus, out, ray=arguments.ray, progress=progress, **choices)
         return prepare_share(corpus, out, share, progress=progress, **choices)
 
 

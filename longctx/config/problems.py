@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from longctx.errors import LONGEST_MESSAGE, UserError, shortened
+from longctx.paths import redacted
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Problem:
 
     def __str__(self) -> str:
         key = shortened(self.key, 100)
-        value = shortened(yaml_text(self.value), 200)
+        value = shortened(redacted(yaml_text(self.value)), 200)
         return (
             f"  {key} = {value}\n      rule: {shortened(self.rule, 800)}\n      fix:  "
             f"{shortened(self.fix, 800)}"

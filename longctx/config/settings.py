@@ -26,6 +26,7 @@ from longctx.paths import expanded, local_path
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
 from longctx.planning.plan import Mode
+from longctx.remote import any_path
 
 LARGEST = MOST_TOKENS
 """Upper bound on tokens, steps and other numbers; keeps costs within 64 bits."""
@@ -33,6 +34,7 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyPath = Annotated[Path, Field(strict=False), AfterValidator(local_path)]
+AnyStore = Annotated[Path, Field(strict=False), AfterValidator(any_path)]
 PathOrName = Annotated[str, AfterValidator(expanded)]
 
 LORA_RATE = 2e-4
@@ -224,7 +226,7 @@ class LoraSection(Section):
 class StoreSetting(Section):
     """one of several stores"""
 
-    path: AnyPath
+    path: AnyStore
     weight: float | None = Field(None, gt=0)
     epochs: float | None = Field(None, gt=0)
 
@@ -238,7 +240,7 @@ def _kind_of_store(value: Any) -> str | None:
     return None
 
 
-OneStore = Annotated[AnyPath, Tag("<path>")]
+OneStore = Annotated[AnyStore, Tag("<path>")]
 MixedStores = Annotated[list[StoreSetting], Tag("<mix>")]
 STORE_KINDS = Discriminator(
     _kind_of_store,
@@ -251,7 +253,8 @@ class DataSection(Section):
     """training documents"""
 
     store: Annotated[OneStore | MixedStores, STORE_KINDS] = Path("stores/python-stdlib")
-    """folder written by `longctx prepare`; or several, mixed by tokens: [{path: stores/a, weight:
+    """folder written by `longctx prepare`, or its address in object storage, such as
+    s3://bucket/store; or several, mixed by tokens: [{path: stores/a, weight:
     3}, {path: stores/b, weight: 1}]; epochs instead of weight, for all stores, sets the relative
     number of passes over each store"""
     long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = (
@@ -270,6 +273,12 @@ class DataSection(Section):
     held_out: float = Field(0.0, ge=0, lt=1)
     """share of documents, chosen by a hash of their names, held out for validation and never
     trained on"""
+    cache_dir: AnyPath | None = None
+    """folder on each machine, shared by its processes, through which stores in object storage are
+    read (null: ~/.cache/longctx)"""
+    cache_gib: float = Field(100.0, gt=0)
+    """maximum size of the pieces in data.cache_dir, in GiB; those that were not used for longest
+    are removed"""
 
     @property
     def mix(self) -> list[StoreSetting] | None:
@@ -491,7 +500,7 @@ class EvalSection(Section):
 
     every: Count | None = None
     """steps between validations; the last step of the run is always validated (null: never)"""
-    store: AnyPath | None = None
+    store: AnyStore | None = None
     """folder written by `longctx prepare` (null: the documents held out by data.held_out)"""
     documents: Count | None = None
     """number of documents to validate on, the first ones of the store or stores (null: all)"""

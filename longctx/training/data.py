@@ -11,6 +11,7 @@ from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader, Merging, Planner, merge_pieces, plan_step
 from longctx.data.mixture import Mixture, Order, Steps, make_steps
 from longctx.data.sampler import Sampler
+from longctx.data.store.cache import Cache
 from longctx.data.store.store import Store
 from longctx.parallel.mesh import Mesh
 from longctx.planning.hardware_profile import HardwareProfile
@@ -39,10 +40,11 @@ class RunData:
     def open(cls, config: Config) -> "RunData":
         """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores
         differ."""
-        opened = [Store.open(path) for path in config.data.paths]
+        cache = Cache(config.data.cache_dir, config.data.cache_gib)
+        opened = [Store.open(path, cache=cache) for path in config.data.paths]
         validated = config.eval.every is not None and config.eval.store is not None
         if validated and config.eval.store is not None:
-            validation = Store.open(config.eval.store)
+            validation = Store.open(config.eval.store, cache=cache)
         else:
             validation = None
         stores = config.data.mix

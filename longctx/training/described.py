@@ -153,7 +153,7 @@ class RunProfile:
                 f"{gathered[others[0]][0]}, or another file of that name: set context.profile "
                 "(profile inside a trainer), and use the same file on all nodes"
             )
-        return gathered[0][1]
+        return replace(self.profile, **same)
 
 
 class ProfilesDiffer(UserError):

@@ -502,7 +502,7 @@ def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
         ("[{weight: 1}]", "required (at 0.path)"),
         ("null", "must be a path, or a list of {path, weight}"),
         ("3", "must be a path, or a list of {path, weight}"),
-        ("s3://bucket", "and not s3://"),
+        ("ftp://bucket", "and not ftp://"),
     ],
 )
 def test_invalid_lists_of_stores(stores: str, rule: str) -> None:

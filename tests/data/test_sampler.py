@@ -28,7 +28,7 @@ def sampler(lengths: list[int], **options: Any) -> Sampler:
 def conversations(lengths: list[int], partly: list[bool], **options: Any) -> Sampler:
     """Of a store of documents of which some have tokens without loss."""
     store: Any = Lengths(lengths, "store", 9)
-    store.trained_tokens -= np.array(partly)
+    store._trained_tokens -= np.array(partly)
     store.has_targets = lambda documents, starts, stops: np.ones(len(documents), np.bool_)
     settings = {
         "global_tokens": 30,

@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from longctx.data.records.slices import Slice, joined_digests, lines_in, slices_
 from longctx.data.records.sources import open_corpus
 from longctx.data.store import folder, shares, writer
 from longctx.data.store.manifest import Manifest, StoreError
-from longctx.data.store.prepare import prepare, prepare_share
+from longctx.data.store.prepare import _identity, prepare, prepare_share
 from longctx.data.store.request import StoreRequest
 from longctx.data.store.shares import Share
 from longctx.data.store.store import Store
@@ -455,3 +456,42 @@ def test_a_request_travels_without_what_it_has_loaded(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(request))
     assert again == request and "given" not in vars(again)
     assert again.digest("source") == request.digest("source")
+
+
+def test_a_store_has_the_files_that_it_lists(tmp_path: Path) -> None:
+    """No note of how it was made stays, whoever made it."""
+    source = written(tmp_path / "source", 0)
+    prepare(str(source), tmp_path / "one", tokenizer="bytes", workers=1)
+    prepare_share(str(source), tmp_path / "two", Share(1, 1), tokenizer="bytes", workers=1)
+    for out in (tmp_path / "one", tmp_path / "two"):
+        assert set(content(out)) == {"manifest.json", *Manifest.load(out).files}
+
+
+def test_one_share_makes_the_tokenizer(tmp_path: Path) -> None:
+    """The others wait for it, and go on once it is there or its maker is gone."""
+    source = written(tmp_path / "source", 0)
+    out = tmp_path / "out"
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    request = StoreRequest(open_corpus(str(source)), tokenizer="bpe", vocab_size=300)
+    (partial / "request").write_text(folder._noted(_identity(request)), "utf-8")
+    other = os.open(partial, os.O_RDONLY)  # another share, which makes the tokenizer
+    fcntl.flock(other, fcntl.LOCK_SH)
+    held = (partial / "tokenizer.json.lock").open("wb")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    made: list[Any] = []
+
+    def share() -> None:
+        made.append(
+            prepare_share(str(source), out, Share(1, 1), tokenizer="bpe", vocab_size=300, workers=1)
+        )
+
+    beside = threading.Thread(target=share)
+    beside.start()
+    beside.join(1.0)
+    names = {file.name for file in partial.iterdir()}
+    assert beside.is_alive() and not {"tokenizer.json", "tokenizer.json.unfinished"} & names
+    held.close()
+    beside.join(60)
+    os.close(other)
+    assert made[0] is not None and made[0].made

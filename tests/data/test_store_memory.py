@@ -13,6 +13,8 @@ import pytest
 from longctx.checksums import checksums
 from longctx.data.mixture import make_steps
 from longctx.data.sampler import held_out
+from longctx.data.store.documents import Documents
+from longctx.data.store.index import INDEX
 from longctx.data.store.store import Store, store_schema
 from tests.data_cases import byte_store
 
@@ -55,14 +57,18 @@ def large_store(folder: Path, documents: int, length: int, seed: int) -> Path:
                 for column, kind in zip(columns, schema, strict=True)
             ]
             stream.write_batch(pyarrow.record_batch(arrays, schema=schema))
+    files, sums = dict(small.manifest.files), dict(small.manifest.checksums)
+    for name in INDEX:
+        files.pop(name, None), sums.pop(name, None)
+        (out / name).unlink(missing_ok=True)
     replace(
         small.manifest,
         documents=documents,
         tokens=documents * length,
         trained_tokens=documents * (length - 1),
         fingerprint=f"{seed:064x}",
-        files={**small.manifest.files, part: (out / part).stat().st_size},
-        checksums={**small.manifest.checksums, part: checksums(out / part)},
+        files={**files, part: (out / part).stat().st_size},
+        checksums={**sums, part: checksums(out / part)},
     ).save(out)
     return out
 
@@ -99,14 +105,15 @@ def test_reading_every_token_holds_none_of_them(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="reads Linux's account of memory"
 )
-def test_names_are_not_held(tmp_path: Path) -> None:
+def test_names_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's strings of 300,000 names take 20 MB."""
     path = large_store(tmp_path, 1, 10, 0)
     store = Store.open(path)
-    names = pyarrow.chunked_array(
-        [[f"some/folder/file.jsonl:{k * 1000 + n}" for n in range(1000)] for k in range(300)]
-    )
-    store._names = names
+    batches = []
+    for k in range(300):
+        names = [f"some/folder/file.jsonl:{k * 1000 + n}" for n in range(1000)]
+        batches.append(pyarrow.RecordBatch.from_pydict({"name": names}))
+    monkeypatch.setattr(Documents, "batches", lambda _: iter(batches))
     before = peak = anonymous_memory()
     for number, _ in enumerate(store.names):
         if number % 100_000 == 99_999:

@@ -137,7 +137,7 @@ def test_the_fuzzer_sees_what_nobody_notices(store: Path) -> None:
     """A bit that its checksum follows changes tokens."""
     expected = faults.read_store(store)
     arrow = next(store.glob("*.arrow"))
-    tokens = Store.open(store)._batches[0].rows.column("tokens").values.to_numpy()
+    tokens = Store.open(store)._row(0)[0].column("tokens").values.to_numpy()
     content = bytearray(arrow.read_bytes())
     content[content.index(tokens.tobytes())] ^= 1
     arrow.write_bytes(content)
@@ -181,10 +181,11 @@ def test_only_the_parts_that_are_read_are_verified(
     for module in (mapped, checksums):
         monkeypatch.setattr(module, "CHUNK", 256)
     monkeypatch.setattr(mapped, "SMALL", 0)
+    monkeypatch.setattr("longctx.data.store.store.SMALL", 0)
     path = byte_store(tmp_path, [2000, 2000, 2000]).path
     store = Store.open(path)
     arrow = next(path.glob("*.arrow"))
-    tokens = store._batches[1].rows.column("tokens").values.to_numpy()
+    tokens = store._row(1)[0].column("tokens").values.to_numpy()
     content = bytearray(arrow.read_bytes())
     at = content.index(tokens[1000:1010].tobytes())
     content[at] ^= 1
@@ -203,7 +204,7 @@ def test_only_the_parts_that_are_read_are_verified(
 def test_tokens_outside_the_vocabulary_are_refused(store: Path, value: int) -> None:
     """Though checksums are right: the program that wrote them was wrong."""
     arrow = next(store.glob("*.arrow"))
-    tokens = Store.open(store)._batches[0].rows.column("tokens").values.to_numpy()
+    tokens = Store.open(store)._row(0)[0].column("tokens").values.to_numpy()
     content = arrow.read_bytes()
     changed = tokens.copy()
     changed[20 + 7] = value

@@ -1,0 +1,91 @@
+"""Documents: those of one store, each found in a record batch of a part, on this machine or in
+object storage."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow
+
+from longctx.data.store.index import Index
+
+KEPT_BATCHES = 8
+"""Record batches that are kept open: those of a long document, and of its neighbours."""
+
+
+class Parts(Protocol):
+    """Where the bytes of parts are read; raises ValueError for damaged ones."""
+
+    names: list[str]
+
+    def read(self, part: int, begin: int, end: int) -> Any: ...
+    def fetch(self, spans: Sequence[tuple[int, int, int]]) -> None: ...
+
+
+class Documents:
+    """The documents of a store by number; `schemas` are those of parts without and with weights of
+    tokens."""
+
+    def __init__(self, index: Index, parts: Parts, schemas: tuple[Any, Any]) -> None:
+        self.index = index
+        self._parts = parts
+        self._schemas = schemas
+        self._firsts = np.ascontiguousarray(index.batches["document"])
+        self._open = OrderedDict[int, Any]()
+
+    def __len__(self) -> int:
+        return len(self.index.lengths)
+
+    def row(self, document: int) -> tuple[Any, int]:
+        """Returns the record batch of a document, and its row there. Raises ValueError if it is
+        damaged, or of another store than the index."""
+        number = self._number(document)
+        batch = self.batch(number)
+        row = document - int(self._firsts[number])
+        if batch.column("length")[row].as_py() != self.index.lengths[document]:
+            raise ValueError(f"document {document} is not as long as its index says")
+        return batch, row
+
+    def batches(self) -> Iterator[Any]:
+        """Yields all record batches."""
+        for number in range(len(self.index.batches)):
+            yield self.batch(number)
+
+    def batch(self, number: int) -> Any:
+        """Returns a record batch."""
+        if number not in self._open:
+            part, begin, end = self._span(number)
+            content = self._parts.read(part, begin, end)
+            schema = self._schemas[int(self.index.batches[number]["weighted"])]
+            try:
+                batch = _parsed(content, schema, is_first=begin == 0)
+            except (pyarrow.ArrowException, OSError, StopIteration) as error:
+                raise ValueError(f"{self._parts.names[part]}: {error}") from error
+            while len(self._open) >= KEPT_BATCHES:
+                self._open.popitem(last=False)
+            self._open[number] = batch
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def fetch(self, documents: Sequence[int]) -> None:
+        """Fetches what documents are read from, if that is far away."""
+        numbers = dict.fromkeys(map(self._number, documents))
+        self._parts.fetch([self._span(number) for number in numbers])
+
+    def _number(self, document: int) -> int:
+        return int(np.searchsorted(self._firsts, document, side="right")) - 1
+
+    def _span(self, number: int) -> tuple[int, int, int]:
+        batch = self.index.batches[number]
+        return int(batch["part"]), int(batch["begin"]), int(batch["end"])
+
+
+def _parsed(content: Any, schema: Any, *, is_first: bool) -> Any:
+    """Returns the record batch in the bytes of a part; before the first one is the schema."""
+    if is_first:
+        batch = pyarrow.ipc.open_stream(content).read_next_batch()
+    else:
+        batch = pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(content), schema)
+    batch.validate()
+    return batch
