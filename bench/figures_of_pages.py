@@ -325,6 +325,26 @@ def robust_table() -> list[str]:
     return markdown(head, lines, numbers_from=1)
 
 
+def block_diffusion_table() -> list[str]:
+    """Rows of K and V of block diffusion, and the gaps of its plans."""
+    rows = rows_of("block-diffusion")
+    lines = []
+    for planned in [row for row in rows if row["placed"] == "planned"]:
+        (split,) = (
+            row for row in rows if row["mix"] == planned["mix"] and row["placed"] != "planned"
+        )
+        lines.append(
+            [
+                planned["mix"],
+                f"**{float(planned['share']):.2f}×**",
+                f"{float(split['share']):.2f}×",
+                f"{float(planned['gap_percent']):.1f} %",
+            ]
+        )
+    head = ["documents of", "rows, as planned", "over all ranks", "plan above the bound"]
+    return markdown(head, lines, numbers_from=1)
+
+
 OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "trainers": trainers_table,
     "trainers-sentence": trainers_sentence,
@@ -335,6 +355,7 @@ OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "latents": latents_table,
     "qlora": qlora_table,
     "sensitivity": sensitivity_table,
+    "block-diffusion": block_diffusion_table,
     "trees": trees_measured,
     "trees-predicted": trees_predicted,
 }

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from longctx.data.diffusion import Noise
-from longctx.trainers import TrainerError, dynamic_context_parallel
+from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.diffusion import BlockDiffusionCollator, for_evaluation, with_noise
 from longctx.trainers.documents import Document
 from tests.diffusion_cases import alone
@@ -22,6 +22,7 @@ from tests.trainer_cases import (
     as_rank,
     as_rank_alone,
     documents,
+    likelihood,
     model,
     pad,
     report,
@@ -134,6 +135,7 @@ def test_noise_depends_on_the_document_and_the_epoch() -> None:
         ("bert", {}, "no causal model of text that sees all keys"),
         ("qwen3_moe", {}, "router_aux_loss_coef|output_router_logits"),
         ("qwen2", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ("qwen2", {"neftune_noise_alpha": 5.0}, "dropout and NEFTune go by the place of a token"),
     ],
 )
 def test_refusals(tmp_path: Path, kind: str, options: dict[str, Any], message: str) -> None:
@@ -147,6 +149,21 @@ def test_refusals(tmp_path: Path, kind: str, options: dict[str, Any], message: s
     )
     with pytest.raises(TrainerError, match=message):
         dynamic_context_parallel(trainer, profile=PROFILE, tokens_per_rank=200)
+
+
+def test_predictions_are_refused(tmp_path: Path) -> None:
+    as_rank_alone()
+    trainer = Trainer(
+        model(),
+        TrainingArguments(**arguments(tmp_path, 1, 1, prediction_loss_only=False)),
+        data_collator=BlockDiffusionCollator(pad, NOISE),
+        eval_dataset=documents(19, seed=1),
+        compute_metrics=likelihood,
+    )
+    dynamic_context_parallel(trainer, profile=PROFILE, tokens_per_rank=200)
+    with pytest.raises(TrainerError, match="rows with noise have no predictions"):
+        trainer.evaluate()
+    restore(trainer)
 
 
 def test_the_collator_needs_dynamic_context_parallelism() -> None:
