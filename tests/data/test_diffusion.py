@@ -2,6 +2,7 @@
 split."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,14 @@ def test_a_document_without_noise_is_one_block() -> None:
     assert (document.labels == -100).all()
 
 
-def first_step(store: Store, ranks: int) -> list[StepBatch]:
+def first_step(store: Store, ranks: int, noise: Noise) -> list[StepBatch]:
     """Returns the shares of all ranks."""
 
     def planner(lengths: Any, **trees: Any) -> Any:
         return make_plan(lengths, ranks=ranks, tokens_per_rank=900, profile=PROFILE, **trees)
 
     def merging(store: Store, pieces: Sequence[Piece]) -> Noised:
-        return noise_pieces(store, pieces, NOISE)
+        return noise_pieces(store, pieces, noise)
 
     shares = []
     for rank in range(ranks):
@@ -157,7 +158,7 @@ def test_a_step_has_the_same_noise_on_any_ranks(tmp_path: Path) -> None:
     weights = []
     for ranks in (1, 3):
         found = [0.0]
-        for batch in first_step(store, ranks):
+        for batch in first_step(store, ranks, NOISE):
             assert batch.target_weight == batch.target_tokens == batch.tokens - batch.sequences
             for micro_batch in batch.micro_batches:
                 assert micro_batch.weights is not None
@@ -165,6 +166,8 @@ def test_a_step_has_the_same_noise_on_any_ranks(tmp_path: Path) -> None:
         assert min(found[1:]) >= 1
         weights.append(sorted(found))
     assert weights[0] == weights[1]
+    (alike,) = first_step(store, 1, replace(NOISE, per_document=True))
+    assert alike.target_weight == alike.sequences
     pieces = [Piece(2, 0, 410, epoch) for epoch in (0, 1)]
     one, other = noise_pieces(store, pieces, NOISE).labels
     assert not np.array_equal(one, other)
