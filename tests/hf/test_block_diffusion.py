@@ -16,6 +16,7 @@ from longctx.planning.planners.planner import make_plan
 from tests.diffusion_cases import MASK, alone
 from tests.family_cases import build, largest_error
 from tests.huggingface_cases import gradients
+from tests.marks import slow_unless
 from tests.workers import Workers
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -78,15 +79,18 @@ def one_by_one(
     return total, gradients(model)
 
 
+CASES = [
+    ("llama", 1, 1, 4, 0.0),
+    ("qwen3", 2, 2, 64, 0.0),
+    ("qwen3", 3, 3, 7, 0.5),
+    ("llama", 3, 2, 16, 0.0),
+    ("mistral", 2, 2, 9, 0.0),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "degree", "block", "next_token"),
-    [
-        ("llama", 1, 1, 4, 0.0),
-        ("qwen3", 2, 2, 64, 0.0),
-        ("qwen3", 3, 3, 7, 0.5),
-        ("llama", 3, 2, 16, 0.0),
-        ("mistral", 2, 2, 9, 0.0),
-    ],
+    slow_unless(lambda *case: case in CASES[2:4], CASES),
 )
 def test_equal_to_every_document_alone(
     workers: Workers, kind: str, ranks: int, degree: int, block: int, next_token: float

@@ -43,6 +43,7 @@ def run(store: Path, folder: Path, tokens_per_rank: int) -> list[dict[str, Any]]
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_the_ranks(
     workers: Workers, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
