@@ -93,3 +93,10 @@ def test_validation_has_all_levels_of_noise(store: Path) -> None:
 def test_refusals(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(None, settings, world_size=1)
+
+
+def test_ranks_hold_documents_of_half_their_tokens() -> None:
+    config = load(None, ["batch.tokens_per_rank=200"])
+    noisy = load(None, [*DIFFUSION, "batch.tokens_per_rank=200"])
+    for ranks in (1, 3):
+        assert noisy.capacity(ranks) == config.capacity(ranks) // 2 == 100 * ranks
