@@ -12,6 +12,7 @@ from longctx.attention import Mask, RingAttention, RingSchedule
 from longctx.attention.kernels import triton
 from longctx.attention.linear.segments import chain_of
 from longctx.attention.masks import MaskError
+from longctx.config import load
 from longctx.planning.cost.work_overrides import WorkOverrides
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.tree import ROOT, BlockTree, Tree, TreeError
@@ -136,6 +137,16 @@ def test_the_planner_counts_clean_keys_alone() -> None:
     assert alone.keys.tolist() == [90, 70]  # nobody sees the last clean block
     prefixes = WorkOverrides.of(torch.tensor([5]).numpy(), {0: Tree((3, 1, 1), (ROOT, 0, 0))})
     assert prefixes.keys is None
+
+
+def test_operations_count_later_tokens_of_a_block() -> None:
+    spec = load(None, []).model_source(257).spec
+    tree = comb(100, 10, root=1)
+    one_way = Tree(tree.lengths, tree.parents)
+    later = [n for n, both in zip(tree.lengths, tree.both_ways, strict=True) if both]
+    expected = sum(layer.attention_flops(n) for layer in spec.layers for n in later)
+    ways = [spec.flops([tree.length], {0: each}) for each in (tree, one_way)]
+    assert ways[0] - ways[1] == expected > 0
 
 
 def test_flags_must_be_those_of_the_nodes() -> None:
