@@ -34,7 +34,7 @@ class LongDocuments:
     def __init__(self, ring: RingAttention, most: int) -> None:
         layout = ring.layout
         assert isinstance(layout, Layout)
-        if any(shard.longest < shard.length for shard in layout.shards):
+        if not all(shard.is_sequence for shard in layout.shards):
             raise AttentionInputError(
                 "a document holds sequences with a common prefix, but an indexer selects keys by "
                 "their place in one sequence: do not merge prefixes"

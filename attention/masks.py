@@ -6,7 +6,7 @@ is a union of disjoint rectangles of (query, key) positions, each with a band al
 rank's part is a rectangle cut to its chunks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from longctx.arguments import Rule, check_arguments, flag, mapping_of, or_none, 
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Span
-from longctx.planning.tree import Tree
+from longctx.planning.tree import ROOT, Node, Tree
 
 
 class MaskError(UserError):
@@ -107,8 +107,7 @@ class Mask:
             whole.cut(rest, (sinks, length)),
         ]
         for start, stop in self.blocks.get(document, ()):
-            later = Segment(start, stop, start, stop, lo=1)
-            areas.append(later.cut((start, stop), (start, stop)))
+            areas.append(_later_of(start, stop))
         hidden = self.hidden.get(document)
         if hidden:
             ends = [0, *(end for span in hidden for end in span), length]
@@ -137,19 +136,42 @@ class Mask:
                 f"comes later in some of them: use a causal mask and a prefix of at most {root}, "
                 "or do not merge sequences"
             )
+        if prompt and tree.nodes[0].both_ways:
+            raise MaskError(
+                f"document {document} is a tree whose root sees itself both ways, and has a prefix "
+                f"of {prompt} tokens, which does so too: leave the prefix out"
+            )
         areas = []
         for number, node in enumerate(tree.nodes):
+            if node.both_ways and self.window is None:
+                areas.append(Segment(node.start, node.stop, node.start, node.stop))
+                continue
             path = self.areas(document, node.positions[1])
-            # Without a window, all tokens below a node see it whole.
-            for other in tree.path(number) if self.window is not None else [node]:
+            for other in self._near(tree, number):
                 for area in path:
                     cut = area.cut(node.positions, other.positions)
                     if not cut.empty:
                         queries, keys = node.start - node.above, other.start - other.above
                         areas.append(_moved(cut, queries=queries, keys=keys))
-            if self.window is None and node.stop < node.end:
-                areas.append(Segment(node.stop, node.end, node.start, node.stop))
-        return areas
+            if node.both_ways:
+                areas.append(_later_of(node.start, node.stop))
+        if self.window is None:
+            areas += _below(tree)
+        return [area for area in areas if not area.empty]
+
+    def _near(self, tree: Tree, number: int) -> list[Node]:
+        """Returns the nodes of a path whose keys are cut for its last node: without a window only
+        itself, as all tokens below a node see it whole; else those that the window may reach."""
+        node = tree.nodes[number]
+        if self.window is None:
+            return [node]
+        first = node.above - self.window
+        near = []
+        for other in tree.path(number):
+            is_sink = other.above < self.sinks
+            if is_sink or other.positions[1] > first:
+                near.append(other)
+        return near
 
     def visible(self, document: int, length: int, device: torch.device | str = "cpu") -> Tensor:
         """Returns a boolean tensor [length, length]: the keys that each query sees. Dense, for
@@ -168,6 +190,54 @@ class Mask:
         for start, stop in self.hidden.get(document, ()):
             seen[:, start:stop] = False
         return seen
+
+
+def _later_of(start: int, stop: int) -> Segment:
+    """Returns the area of tokens [start, stop) and the later ones among them."""
+    own = start, stop
+    later = Segment(start, stop, start, stop, lo=1)
+    return later.cut(own, own)
+
+
+def _below(tree: Tree) -> Iterator[Segment]:
+    """Yields the areas of all tokens below nodes, which see these whole.
+
+    Last children end where their parents do. So along a line of them, the later half of what comes
+    after the middle sees all nodes before it, and each half goes on likewise: tokens have as many
+    areas of a key node, and a pass as many kernel calls, as the line can be halved.
+    """
+    last_children = {parent: node for node, parent in enumerate(tree.parents)}
+    for first, parent in enumerate(tree.parents):
+        if parent != ROOT and last_children[parent] == first:
+            continue
+        line = [first]
+        while line[-1] in last_children:
+            line.append(last_children[line[-1]])
+        nodes = [tree.nodes[number] for number in line]
+        yield from _halved(nodes[:-1], end=nodes[0].end)
+
+
+def _halved(nodes: Sequence[Node], end: int) -> Iterator[Segment]:
+    """Yields the areas of queries before `end` that see all of the nodes before them.
+
+    Args:
+        nodes: a line of nodes, each of which is below the one before.
+        end: the token up to which queries are meant, all of which are below the first node or its
+            own.
+    """
+    if not nodes:
+        return
+    middle = len(nodes) // 2
+    start = nodes[middle].stop
+    for node in nodes[: middle + 1]:
+        yield Segment(
+            q_start=start,
+            q_stop=end,
+            k_start=node.start,
+            k_stop=node.stop,
+        )
+    yield from _halved(nodes[:middle], end=start)
+    yield from _halved(nodes[middle + 1 :], end=end)
 
 
 def _moved(area: Segment, *, queries: int, keys: int) -> Segment:

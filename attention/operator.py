@@ -305,7 +305,7 @@ def backward(
             gradients = ring_pass.backward(
                 dout, q, k, v, out=out, lse=lse, received=received, call=call
             )
-            if not sums and remote is None:  # local keys come first, if there are any
+            if not sums and call.in_place:  # local keys come first, if there are any
                 sums = [ring_pass.widened(gradient).contiguous() for gradient in gradients]
                 continue
             sums = sums or ring_pass.zeros([q, k, v])
@@ -357,9 +357,13 @@ def _add_call(
     instead."""
     dq, dk, dv = gradients
     sums[0] += dq
-    if remote is None or call.rows is None:
+    if call.rows is None:
         sums[1] += dk
         sums[2] += dv
+        return
+    if remote is None:
+        call.rows.add(sums[1], dk.to(sums[1].dtype))
+        call.rows.add(sums[2], dv.to(sums[2].dtype))
         return
     packed = torch.cat([dk.flatten(1), dv.flatten(1)], dim=1).to(remote.dtype)
     if call.again:

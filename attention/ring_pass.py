@@ -100,10 +100,12 @@ class RingPass:
     def keys(
         self, k: Tensor, v: Tensor, *, received: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of a call: this rank's own, or those selected from the
-        received rows [rows, width]."""
-        if call.rows is None or received is None:
+        """Returns the keys and values of a call: this rank's own or some of them, or those selected
+        from the received rows [rows, width]."""
+        if call.rows is None:
             return k, v
+        if received is None:
+            return call.rows.read(k), call.rows.read(v)
         first, second = self._rows(received, call.rows)
         return (first, second) if self.expanding is None else self.expanding.keys(first, second)
 

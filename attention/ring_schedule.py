@@ -36,6 +36,7 @@ from longctx.attention.segment_builder import (
     RowSet,
     SpanRows,
     gathered_calls,
+    gathering_parts,
     local_calls,
     local_parts,
     whole_parts,
@@ -135,11 +136,13 @@ class RingSchedule:
                 queries, keys, rank=layout.rank, mask=mask, ranks_per_node=ranks_per_node
             )
             documents.append(document)
-            parts.append(local_parts(document.own_queries, document.own_keys, document.areas))
+            parts_of = local_parts if queries.is_sequence else gathering_parts
+            of_document = parts_of(document.own_queries, document.own_keys, document.areas)
+            parts.append(of_document)
         count = max((document.rounds for document in documents), default=0)
         return cls(
             layout=layout,
-            local=local_calls(parts),
+            local=local_calls(parts, device),
             rounds=tuple(_round(documents, number, device) for number in range(count)),
             two_levels=bool(ranks_per_node),
         )

@@ -4,12 +4,16 @@ few kernel calls.
 Areas of a mask are cut to runs of queries and keys (tokens with consecutive positions), and the
 parts are joined where kernels can compute them as one. A causal mask needs one call for local keys,
 as [head; tail] against [head; tail] is plain causal, and at most two per round: both chunks against
-earlier keys, and tails against the keys between head and tail.
+earlier keys, and tails against the keys between head and tail. Where many areas have the same
+queries, their keys are gathered for one call.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -93,17 +97,39 @@ class Call:
     segments: tuple[Segment, ...]
     again: bool = False
 
+    @property
+    def in_place(self) -> bool:
+        return self.rows is None
+
 
 Visibility = tuple[Sequence[SpanRows], Sequence[SpanRows], Sequence[Segment]]
 """Queries, keys and the mask's areas of one document."""
 
 
-def local_calls(documents: Iterable[list["BandPart"]]) -> tuple[Call, ...]:
-    """Builds calls that use keys in place, from the parts of every document."""
+def local_calls(
+    documents: Iterable[list["BandPart"]], device: torch.device | str
+) -> tuple[Call, ...]:
+    """Builds calls on this rank's own keys from the parts of every document: first those that use
+    keys in place, then those that select them."""
+    in_place = list[list[BandPart]]()
+    gathered = list[list[BandPart]]()
+    for parts in documents:
+        own = list[BandPart]()
+        chosen = list[BandPart]()
+        for part in parts:
+            if len(part.keys) == 1:
+                own.append(part)
+            else:
+                chosen.append(part)
+        in_place.append(own)
+        gathered.append(chosen)
     made = []
-    for parts in _calls(documents):
+    for parts in _calls(in_place):
         segments = tuple(part.segment(part.keys[0].start) for part in parts)
         made.append(Call(None, segments))
+    for parts in _calls(gathered):
+        rows, segments = _selected(parts)
+        made.append(Call(RowSet.of(rows, device), segments))
     return tuple(made)
 
 
@@ -112,6 +138,17 @@ def local_parts(
 ) -> list["BandPart"]:
     """Returns the parts of keys in place; every run of keys must be one range of rows."""
     return _parts(queries, keys, areas, _follows)
+
+
+def gathering_parts(
+    queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment]
+) -> list["BandPart"]:
+    """Returns the same, but all keys that the same queries see are one part.
+
+    Parts of most queries come first: those of as many then fill a call.
+    """
+    parts = _parts(queries, keys, areas, _follows_or_beside, gathers=True)
+    return sorted(parts, key=lambda part: len(part.queries), reverse=True)
 
 
 def whole_parts(areas: Sequence[Segment], offset: int) -> list["BandPart"]:
@@ -137,13 +174,18 @@ def gathered_calls(documents: Iterable[Visibility], device: torch.device | str) 
     made: list[Call] = []
     parts_of = (_parts(queries, keys, areas, operator.add) for queries, keys, areas in documents)
     for parts in _calls(parts_of):
-        rows = [keys for part in parts for keys in part.keys]
-        starts = accumulate((part.key_count for part in parts), initial=0)
-        segments = tuple(map(BandPart.segment, parts, starts))
+        rows, segments = _selected(parts)
         index = row_index(rows, "cpu")
         made.append(Call(RowSet.of(rows, device), segments, again=bool(met[index].any())))
         met[index] = True
     return tuple(made)
+
+
+def _selected(parts: Sequence["BandPart"]) -> tuple[list[range], tuple[Segment, ...]]:
+    """Returns the rows of all keys of a call, and its segments on these."""
+    rows = [keys for part in parts for keys in part.keys]
+    starts = accumulate((part.key_count for part in parts), initial=0)
+    return rows, tuple(map(BandPart.segment, parts, starts))
 
 
 def row_index(ranges: Sequence[range], device: torch.device | str) -> Tensor:
@@ -176,16 +218,6 @@ class BandPart(NamedTuple):
         q_start, q_stop = self.queries.start, self.queries.stop
         return Segment(q_start, q_stop, k_start, k_start + self.key_count, self.lo, self.hi)
 
-    def conflicts(self, other: "BandPart") -> bool:
-        """Returns whether both parts share a query or a key, which one call does not allow."""
-        return _overlap(self.queries, other.queries) or any(
-            _overlap(a, b) for a in self.keys for b in other.keys
-        )
-
-
-def _overlap(a: range, b: range) -> bool:
-    return a.start < b.stop and b.start < a.stop
-
 
 def _calls(documents: Iterable[list[BandPart]]) -> list[list[BandPart]]:
     """Puts every part into the first call without a conflict; documents share neither queries nor
@@ -200,17 +232,60 @@ def _calls(documents: Iterable[list[BandPart]]) -> list[list[BandPart]]:
     return calls
 
 
+class _Taken:
+    """The parts of one call of a document, and their disjoint rows of queries and of keys."""
+
+    def __init__(self) -> None:
+        self.parts = list[BandPart]()
+        self.queries = _Ranges()
+        self.keys = _Ranges()
+
+    def conflicts(self, part: BandPart) -> bool:
+        """Returns whether a part shares a query or a key, which one call does not allow."""
+        if self.queries.overlap(part.queries):
+            return True
+        return any(map(self.keys.overlap, part.keys))
+
+    def add(self, part: BandPart) -> None:
+        self.parts.append(part)
+        self.queries.add(part.queries)
+        for rows in part.keys:
+            self.keys.add(rows)
+
+
+class _Ranges:
+    """Disjoint ranges of rows, by their ascending ends.
+
+    Of ranges that do not overlap, the one that begins later also ends later.
+    """
+
+    def __init__(self) -> None:
+        self.starts = list[int]()
+        self.stops = list[int]()
+
+    def overlap(self, rows: range) -> bool:
+        after = bisect_right(self.stops, rows.start)
+        if after == len(self.starts):
+            return False
+        return self.starts[after] < rows.stop
+
+    def add(self, rows: range) -> None:
+        insort(self.starts, rows.start)
+        insort(self.stops, rows.stop)
+
+
 def _without_conflicts(parts: list[BandPart]) -> list[list[BandPart]]:
     """Puts every part of a document into the first call without a conflict."""
-    calls: list[list[BandPart]] = []
+    calls: list[_Taken] = []
     for part in parts:
         for call in calls:
-            if not any(part.conflicts(other) for other in call):
-                call.append(part)
+            if not call.conflicts(part):
                 break
         else:
-            calls.append([part])
-    return calls
+            call = _Taken()
+            calls.append(call)
+        call.add(part)
+    return [call.parts for call in calls]
 
 
 def _neighbours_joined(runs: Sequence[SpanRows]) -> list[SpanRows]:
@@ -224,16 +299,51 @@ def _neighbours_joined(runs: Sequence[SpanRows]) -> list[SpanRows]:
     return joined
 
 
+class _AreasOverKeys:
+    """The areas of a mask, found by the keys that they have.
+
+    A mask may have many areas, and runs of keys that other ranks sent are about as many:
+    each should not be compared with all.
+
+    Attributes:
+        order: numbers of the areas by the start of their keys.
+        starts: these starts, ascending.
+        furthest: the furthest stop of an area's keys up to this one, ascending.
+    """
+
+    def __init__(self, areas: Sequence[Segment]) -> None:
+        self.areas = areas
+        self.order = sorted(range(len(areas)), key=lambda number: areas[number].k_start)
+        self.starts = [areas[number].k_start for number in self.order]
+        stops = (areas[number].k_stop for number in self.order)
+        self.furthest = list(accumulate(stops, max))
+
+    def of(self, start: int, stop: int) -> list[Segment]:
+        """Returns areas with keys in [start, stop), and maybe others, in their order."""
+        first = bisect_right(self.furthest, start)
+        last = bisect_left(self.starts, stop)
+        numbers = sorted(self.order[first:last])
+        return [self.areas[number] for number in numbers]
+
+
 def _parts(
-    queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment], after: "Chain"
+    queries: Sequence[SpanRows],
+    keys: Sequence[SpanRows],
+    areas: Sequence[Segment],
+    after: "Chain",
+    *,
+    gathers: bool = False,
 ) -> list[BandPart]:
     """Returns the visible parts of keys for queries, joined where possible; `after` chains ranges
-    of keys if possible."""
+    of keys if possible. With `gathers`, keys of the same queries are joined first."""
     parts = []
+    over = _AreasOverKeys(areas)
+    stacked = partial(_stacked, after=after)
     for run in keys:
         seen = []
+        areas_of_run = over.of(run.start, run.stop)
         for query in queries:
-            for area in areas:
+            for area in areas_of_run:
                 cut = area.cut((query.start, query.stop), (run.start, run.stop))
                 if cut.empty:
                     continue
@@ -243,9 +353,11 @@ def _parts(
                 first = cut.causal and cut.q_start == cut.k_start and area.hi is not None
                 hi = 0 if first else cut.hi
                 seen.append(BandPart(rows, run.part(cut.k_start, cut.k_stop), cut.lo, hi))
-        parts += _joined(seen, _side_by_side)
-    parts = _joined(parts, lambda a, b: _stacked(a, b, after))
-    return _joined(parts, _staircase)
+        if gathers:
+            seen = _joined(seen, stacked, joins_at=_same_queries)
+        parts += _joined(seen, _side_by_side, joins_at=_same_keys_after)
+    parts = _joined(parts, stacked, joins_at=_same_queries)
+    return _joined(parts, _staircase, joins_at=_queries_after)
 
 
 Chain = Callable[[tuple[range, ...], tuple[range, ...]], tuple[range, ...] | None]
@@ -256,18 +368,63 @@ def _follows(a: tuple[range, ...], b: tuple[range, ...]) -> tuple[range, ...] | 
     return (range(a[0].start, b[-1].stop),) if a[-1].stop == b[0].start else None
 
 
+Place = tuple[Hashable, Hashable]
+"""Where an earlier part is found by one that it may join, and where the latter looks for it."""
+
+
+def _same_queries(part: BandPart) -> Place:
+    """Parts of the same queries may join."""
+    return part.queries, part.queries
+
+
+def _queries_after(part: BandPart) -> Place:
+    """A part may join one whose queries end where its own begin."""
+    return part.queries.stop, part.queries.start
+
+
+def _same_keys_after(part: BandPart) -> Place:
+    """A part may join one of the same keys, whose queries end where its own begin."""
+    stop = part.queries.stop
+    start = part.queries.start
+    return (part.keys, stop), (part.keys, start)
+
+
+def _follows_or_beside(a: tuple[range, ...], b: tuple[range, ...]) -> tuple[range, ...]:
+    """Chains any ranges, and those that are adjacent to one.
+
+    In a comb of block diffusion, noisy blocks lie between the clean ones, which are gathered.
+    """
+    if a[-1].stop == b[0].start:
+        between = range(a[-1].start, b[0].stop)
+        return *a[:-1], between, *b[1:]
+    return a + b
+
+
 def _joined(
-    parts: list[BandPart], join: Callable[[BandPart, BandPart], BandPart | None]
+    parts: list[BandPart],
+    join: Callable[[BandPart, BandPart], BandPart | None],
+    joins_at: Callable[[BandPart], Place],
 ) -> list[BandPart]:
-    """Joins every part with the first earlier part that `join` accepts."""
+    """Joins every part with the first earlier part that `join` accepts, of those at its place.
+
+    Args:
+        parts: what to join, in this order.
+        join: returns a part in place of two, or None.
+        joins_at: says where to look, so that not all parts are compared with all.
+    """
     kept: list[BandPart] = []
+    at = defaultdict[Hashable, list[int]](list)
     for part in parts:
-        for i, other in enumerate(kept):
-            whole = join(other, part)
+        its_place, looks_at = joins_at(part)
+        for number in at[looks_at]:
+            whole = join(kept[number], part)
             if whole is not None:
-                kept[i] = whole
+                at[looks_at].remove(number)
+                kept[number] = whole
+                insort(at[joins_at(whole)[0]], number)
                 break
         else:
+            at[its_place].append(len(kept))
             kept.append(part)
     return kept
 

@@ -32,6 +32,7 @@ PAGES = (
         ROOT / "docs" / "evidence" / f"{name}.md"
         for name in ("bound", "emulated", "latents", "linear", "others")
     ),
+    ROOT / "docs" / "block-diffusion.md",
     *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("small-runs", "speedup", "trees")),
 )
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)

@@ -337,6 +337,26 @@ def prepare_rate() -> list[str]:
     return markdown(["machines", "hours for 2 TB", "core hours"], lines, numbers_from=1)
 
 
+def block_diffusion_table() -> list[str]:
+    """Rows of K and V of block diffusion, and the gaps of its plans."""
+    rows = rows_of("block-diffusion")
+    lines = []
+    for planned in [row for row in rows if row["placed"] == "planned"]:
+        (split,) = (
+            row for row in rows if row["mix"] == planned["mix"] and row["placed"] != "planned"
+        )
+        lines.append(
+            [
+                planned["mix"],
+                f"**{float(planned['share']):.2f}×**",
+                f"{float(split['share']):.2f}×",
+                f"{float(planned['gap_percent']):.1f} %",
+            ]
+        )
+    head = ["documents of", "rows, as planned", "over all ranks", "plan above the bound"]
+    return markdown(head, lines, numbers_from=1)
+
+
 OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "trainers": trainers_table,
     "trainers-sentence": trainers_sentence,
@@ -348,6 +368,7 @@ OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "qlora": qlora_table,
     "sensitivity": sensitivity_table,
     "prepare-rate": prepare_rate,
+    "block-diffusion": block_diffusion_table,
     "trees": trees_measured,
     "trees-predicted": trees_predicted,
 }

@@ -16,7 +16,7 @@ import numpy as np
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.mixture import Order, make_steps
-from longctx.data.packing import StepBatch, pack, pack_documents
+from longctx.data.packing import StepBatch, pack
 from longctx.data.position import DataIdentity, positions
 from longctx.data.sampler import Piece
 from longctx.data.store.store import Store
@@ -253,10 +253,8 @@ def read_step(
             pack(store, pieces, plan.layout(number, rank), **options) for number in numbers
         ]
     else:
-        documents = merged.tokens, merged.labels
-        micro_batches, _ = pack_documents(
-            plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False
-        )
+        micro_batches = merged.micro_batches(plan, rank, pad_to_multiple_of)
+        amounts = merged.amounts_of(amounts)
         names = names_of_merged(names, merged)
     return StepBatch(
         step=step,

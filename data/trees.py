@@ -68,6 +68,23 @@ class Merged:
             )
         )
 
+    def amounts_of(self, targets: Sequence[float]) -> Sequence[float]:
+        """Returns what each sequence counts in the divisor of the loss, if it has so many
+        targets."""
+        return targets
+
+    def micro_batches(self, plan: Plan, rank: int, pad_to_multiple_of: int) -> list[MicroBatch]:
+        """Returns a rank's share of every micro-batch of a step, without weights of sequences."""
+        packed, _ = pack_documents(
+            plan,
+            rank,
+            self.tokens,
+            self.labels,
+            pad_to_multiple_of=pad_to_multiple_of,
+            shift=False,
+        )
+        return packed
+
 
 @checked(
     PackingError,
@@ -154,10 +171,7 @@ def pack_merged(
     merging. Arguments otherwise as in `pack_documents`; `plan` is made from `merged.lengths` and
     `merged.trees`.
     """
-    documents = merged.tokens, merged.labels
-    packed, _ = pack_documents(
-        plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False
-    )
+    packed = Merged.micro_batches(merged, plan, rank, pad_to_multiple_of)
     weighed = [
         with_weights(batch, lambda document, *span: merged.weights[document][slice(*span)])
         for batch in packed

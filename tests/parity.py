@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from longctx.config import Config, load
-from longctx.data.sampler import Sampler
+from longctx.data.diffusion import Noise
+from longctx.data.sampler import Piece, Sampler
 from longctx.data.store.store import Store
 from longctx.hf.model import OURS
 from longctx.model.pretrained_decoder import PretrainedDecoder
@@ -36,6 +37,7 @@ from longctx.training.build import sizes_of_groups
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint
 from tests.data_cases import text_of
+from tests.diffusion_cases import alone
 from tests.huggingface_cases import build_model
 from tests.native_cases import as_saved
 from tests.quantized_cases import quantize
@@ -93,6 +95,7 @@ MORE = {
     "reduced after micro-batches": ["parallel.reduce_after=micro_batch"],
     "native": ["model.implementation=native"],
 }
+NOISY = ["objective.name=block_diffusion", "objective.block=7"]
 BASE = [
     f"context.profile={Path(__file__).parent / 'as_given.yaml'}",
     *(
@@ -177,6 +180,8 @@ class Case:
             and not (self.expert > 1 and self.more.startswith("replicated"))
             and not (self.mode == "auto" and self.domain == 1)
             and not (self.resumed == "alone" and self.more == "native")
+            # the reference has a dense mask
+            and not (self.data == "noisy" and self.model in ("gemma2", "gpt2", "gpt_oss"))
         )
 
     @property
@@ -187,13 +192,17 @@ class Case:
     def settings(self, checkpoint: Path, store: Path, run: Path) -> list[str]:
         ranks, chunks = PIPELINES[self.pipeline]
         merged = ["data.merge_prefixes=true"] * (self.data == "merged")
+        merged += NOISY * (self.data == "noisy")
+        tokens_per_rank = TOKENS_PER_RANK[self.domain] * (2 if self.data == "noisy" else 1)
         adapters = [] if self.adapters == "none" else ["lora.rank=4", "lora.alpha=12"]
         adapters += [f"lora.base={self.adapters}"] * (self.adapters in ("nf4", "int8"))
         adapters += [f"lora.target_modules={TARGETS}".replace("'", "")] * (
             bool(adapters) and self.model == "mixtral"
         )
         degree = [f"context.degree={self.domain}"] * (self.mode == "static")
-        bins = [f"context.bins={BINS[self.domain]}"] * (self.mode == "bins")
+        copies = 2 if self.data == "noisy" else 1
+        table = {copies * length: degree for length, degree in BINS[self.domain].items()}
+        bins = [f"context.bins={table}"] * (self.mode == "bins")
         return [
             *(
                 *BASE,
@@ -207,14 +216,14 @@ class Case:
                 f"parallel.expert_parallel_size={self.expert}",
             ),
             *(f"parallel.pipeline_parallel_size={ranks}", f"parallel.pipeline_chunks={chunks}"),
-            *(f"context.mode={self.mode}", f"batch.tokens_per_rank={TOKENS_PER_RANK[self.domain]}"),
+            *(f"context.mode={self.mode}", f"batch.tokens_per_rank={tokens_per_rank}"),
             *(f"train.recompute={self.recompute}", f"parallel.reshard_after={self.reshard_after}"),
         ]
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
-    "data": ("texts", "weights", "merged"),
+    "data": ("texts", "weights", "merged", "noisy"),
     "adapters": ("none", "lora", "nf4", "int8"),
     "tensor": (1, 2),
     "pipeline": tuple(PIPELINES),
@@ -336,7 +345,8 @@ class Parity:
         )
 
     def store(self, data: str) -> Path:
-        given = {"weights": records, "texts": texts, "merged": alike}[data]
+        made = {"weights": records, "texts": texts, "merged": alike, "noisy": texts}
+        given = made[data]
         return self._once(f"of-{data}", lambda folder: _moved(folder, given())) / "store"
 
     def expected(self, case: Case) -> dict[str, Any]:
@@ -410,17 +420,21 @@ def plain_steps(case: Case, checkpoint: Path, store: Path, folder: Path) -> dict
     optimizer = _adamw(config, trained)
     outcome: dict[str, Any] = {"losses": [], "norms": [], "tokens": [], "before": _copies(trained)}
     for documents in documents_of(config, store, case.data == "weights"):
-        divisor = sum(float(weights.sum()) for *_, weights in documents)
+        divisor = sum(float(document.weights.sum()) for document in documents)
         loss = 0.0
-        for tokens, labels, weights in documents:
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0].double()
-            part = (
-                F.cross_entropy(logits, labels, ignore_index=-100, reduction="none") * weights
-            ).sum() / divisor
+        for document in documents:
+            if case.data == "noisy":
+                part = noisy_loss(model, document, config, store) / divisor
+            else:
+                logits = model(input_ids=document.tokens[None], use_cache=False).logits[0].double()
+                losses = F.cross_entropy(
+                    logits, document.labels, ignore_index=-100, reduction="none"
+                )
+                part = (losses * document.weights).sum() / divisor
             part.backward()
             loss += part.item()
         outcome["losses"].append(loss)
-        outcome["tokens"].append(sum(len(tokens) for tokens, *_ in documents))
+        outcome["tokens"].append(sum(len(document.tokens) for document in documents))
         assert config.optimizer.clip_grad_norm is not None
         outcome["norms"].append(
             float(nn.utils.clip_grad_norm_(trained.values(), config.optimizer.clip_grad_norm))
@@ -454,10 +468,31 @@ def _adamw(config: Config, trained: Tensors) -> torch.optim.Optimizer:
     return optimizer
 
 
-def documents_of(
-    config: Config, path: Path, weighted: bool
-) -> list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Returns tokens, shifted labels and their weights of every document of all steps."""
+class Plain(NamedTuple):
+    """A document of a step: tokens, shifted labels and their weights."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    piece: Piece
+
+
+def noisy_loss(model: Any, document: Plain, config: Config, store: Path) -> torch.Tensor:
+    """Returns the sum of the loss of block diffusion of a document alone."""
+    noise = Noise(
+        mask_token=Store.open(store).tokenizer.end_of_document,
+        block=config.objective.block,
+        seed=config.train.seed,
+    )
+    piece = document.piece
+    key = (piece.document, piece.start, piece.epoch)
+    tokens = document.tokens.numpy()
+    noised = noise.document(tokens, trained=tokens >= 0, key=key)
+    return alone(model, noised, document.tokens, block=noise.block, noise=noise)
+
+
+def documents_of(config: Config, path: Path, weighted: bool) -> list[list[Plain]]:
+    """Returns every document of all steps."""
     store, steps, cursor = Store.open(path), [], 0
     assert config.data.max_length is not None
     limits = {"max_length": config.data.max_length, "long_documents": config.data.long_documents}
@@ -478,7 +513,8 @@ def documents_of(
             if weighted:
                 said = weights_said(store, piece.document)[piece.start + 1 : piece.stop]
                 weights = torch.tensor([*said, 0.0], dtype=torch.float64)
-            step.append((ids.long(), labels.long(), weights.where(labels >= 0, 0)))
+            counted = weights.where(labels >= 0, 0)
+            step.append(Plain(ids.long(), labels.long(), counted, piece))
         steps.append(step)
     return steps
 

@@ -18,7 +18,7 @@ FEATURES = {
         r"\bimages?\b|\bvideos?\b|vision|tower|[Ii]mage[A-Z_s]|pixel",
     ),
     "masked encoders": (
-        r"masking|pooling|encoders\.py",
+        r"masking|pooling|encoders\.py|diffusion",
         r"\bmask(ed|ing)\b|Masking|pool_documents|labels_in_place",
     ),
     "preference pairs": (
@@ -31,9 +31,10 @@ FEATURES = {
     ),
     "experts": (r"expert|model/balance|objectives/balance", r"[Ee]xpert|[Rr]outer"),
     "prefix trees": (
-        r"/trees?\.py|merging",
+        r"/trees?\.py|merging|diffusion",
         r"\btrees?\b|\bTrees?\b|Merging|merge_prefixes|merged\b",
     ),
+    "block diffusion": (r"diffusion", r"[Dd]iffusion|[Nn]oise_pieces|\b[Nn]oisy\b"),
     "rollouts, policy": (
         r"rollout|policy|live_weights|group_sampler",
         r"[Rr]ollout|[Pp]olicy\b|PolicySection|live_weights",

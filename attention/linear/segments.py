@@ -116,6 +116,7 @@ class RankSegments:
 def chain_of(shard: Shard) -> tuple[Link, ...]:
     """Returns all segments of a document that have tokens, in order."""
     tree = shard.tree or Tree((shard.length,), (ROOT,))
+    tree.check_linear()
     links: list[Link] = []
     last = {ROOT: ROOT}  # place of the last segment of every node
     spans = sorted(

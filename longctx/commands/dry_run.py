@@ -50,6 +50,11 @@ def stand_in_store(arguments: argparse.Namespace, config: Config) -> Store | Non
             "data.merge_prefixes is true, which needs tokens, but only lengths are given: omit it, "
             "or give a store"
         )
+    if config.objective.is_diffusion:
+        raise UserError(
+            "objective.name is block_diffusion, which needs tokens to mask, but only lengths are "
+            "given: give a store"
+        )
     vocabulary = vocabulary_of(config)
     if vocabulary is None:
         raise UserError(

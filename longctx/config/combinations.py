@@ -213,6 +213,32 @@ def _data() -> Iterator[Row]:
         "the best checkpoint is told by the validation loss",
     )
     yield from _merging()
+    yield from _diffusion()
+
+
+def _diffusion() -> Iterator[Row]:
+    next_token = Where("objective.name is next_token", ("objective.name=block_diffusion",))
+    for setting in (
+        "mask_token is not null",
+        "block is not 32",
+        "largest_block is not null",
+        "least_noise is not 0.001",
+        "most_noise is not 1.0",
+        "next_token_weight > 0",
+        "per_document is true",
+    ):
+        yield Row(f"objective.{setting}", next_token, "it has no effect")
+    diffusion = "objective.name is block_diffusion"
+    merged = Where("data.merge_prefixes is true", ("data.merge_prefixes=false",))
+    yield Row(diffusion, merged, "noisy blocks have no common beginning")
+    yield Row(
+        diffusion,
+        Where("linear attention is true"),
+        "states of linear layers know only earlier tokens",
+    )
+    for name in BALANCE[1:]:
+        balanced = Where(f"{name} > 0", (f"{name}=0.0",))
+        yield Row(diffusion, balanced, "it goes by the tokens of every document")
 
 
 def _merging() -> Iterator[Row]:

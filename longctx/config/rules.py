@@ -224,8 +224,11 @@ def _indexed(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         reasons["train.compile"] = (
             "indexers select other keys in every micro-batch, which no compiled program holds"
         )
+    if config.objective.is_diffusion:
+        reasons["objective.name"] = "indexers of this model do not select keys of noisy blocks"
     for name, rule in reasons.items():
-        yield Problem(name, True, rule=rule, fix="omit it", others=("model.from_pretrained",))
+        value = config.value_of(name)
+        yield Problem(name, value, rule=rule, fix="omit it", others=("model.from_pretrained",))
 
 
 def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:

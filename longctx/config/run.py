@@ -34,6 +34,7 @@ class Config(BaseModel):
     context: settings.ContextSection = settings.ContextSection()
     parallel: settings.ParallelSection = settings.ParallelSection()
     balance: settings.BalanceSection = settings.BalanceSection()
+    objective: settings.ObjectiveSection = settings.ObjectiveSection()
     train: settings.TrainSection = settings.TrainSection()
     optimizer: settings.OptimizerSection = settings.OptimizerSection()
     eval: settings.EvalSection = settings.EvalSection()
@@ -160,7 +161,9 @@ class Config(BaseModel):
             degree = domain
         longest = longest_document(min(degree, domain), self.batch.tokens_per_rank)
         if context.mode == "bins" and context.bins:
-            return min(longest, max(context.bins))
+            longest = min(longest, max(context.bins))
+        if self.objective.is_diffusion:  # with a noisy copy
+            return longest // 2
         return longest
 
     def to_yaml(self) -> str:

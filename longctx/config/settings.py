@@ -390,6 +390,32 @@ class BalanceSection(Section):
     """factor of the mean of log²Σexp of the router's logits (0: none)"""
 
 
+class ObjectiveSection(Section):
+    """what a step minimizes"""
+
+    name: Literal["next_token", "block_diffusion"] = "next_token"
+    """next_token: the loss of the next token; block_diffusion: that of tokens hidden in noisy
+    copies of blocks, beside clean ones, which need twice the tokens (BD3-LM)"""
+    mask_token: str | None = None
+    """token in place of hidden ones (null: the one that ends documents)"""
+    block: Count = 32
+    """tokens of a block"""
+    largest_block: Count | None = None
+    """draw the size of the blocks of every document between block and this one (null: block)"""
+    least_noise: float = Field(0.001, gt=0, le=1)
+    """least share of a block's tokens that is hidden, on average"""
+    most_noise: float = Field(1.0, gt=0, le=1)
+    """largest share; validation always has shares of 0.001 to 1, for a bound on the perplexity"""
+    next_token_weight: float = Field(0.0, ge=0)
+    """weight of the loss of the next token on clean blocks, which then are causal (0: none)"""
+    per_document: bool = False
+    """each document counts alike, not each token"""
+
+    @property
+    def is_diffusion(self) -> bool:
+        return self.name == "block_diffusion"
+
+
 class TrainSection(Section):
     """steps, precision, memory and the run folder"""
 

@@ -15,6 +15,7 @@ import torch
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.loader import Planner
+from longctx.data.packing import MicroBatch
 from longctx.parallel.mesh import Mesh
 from longctx.training.objectives.objective import documents_of
 from longctx.training.runner import Scorer
@@ -85,22 +86,20 @@ def evaluate(documents: Documents, scorer: Scorer, planner: Planner, mesh: Mesh)
     """Computes the loss over all tokens of `documents`. All ranks must call it and get the same
     result."""
     lengths = torch.tensor([piece.length for piece in documents.pieces])
-    targets = torch.tensor(
-        [
-            documents.store.target_tokens(piece.document, piece.start, piece.stop)
-            for piece in documents.pieces
-        ]
-    )
+    targets = torch.tensor(documents.targets)
     sums = torch.zeros(2, BUCKETS, dtype=torch.float64)  # by length, by position
     seen = torch.zeros(BUCKETS, dtype=torch.float64)
+    of_pieces = bucket(lengths)
     for batch in documents.steps(planner, mesh):
-        of_documents = bucket(torch.tensor(batch.plan.lengths))
+        of_documents = of_pieces[: batch.sequences]
+        of_pieces = of_pieces[batch.sequences :]
         for micro_batch, values in zip(batch.micro_batches, scorer(batch), strict=True):
-            losses = -values.cpu().double()
+            counts = _counts_of(documents, micro_batch)
+            losses = -values.cpu().double() * counts
             positions = bucket(micro_batch.positions + 1)
             sums[0].index_add_(0, of_documents[documents_of(micro_batch)], losses)
             sums[1].index_add_(0, positions, losses)
-            seen.index_add_(0, positions, (micro_batch.labels != IGNORED_LABEL).double())
+            seen.index_add_(0, positions, counts)
     local = torch.cat([*sums, seen]) * mesh.counts
     by_length, by_position, seen = mesh.gather(local.tolist()).sum(0).view(3, BUCKETS)
     tokens = torch.zeros(BUCKETS, dtype=torch.int64).index_add_(0, bucket(lengths), targets)
@@ -115,6 +114,18 @@ def evaluate(documents: Documents, scorer: Scorer, planner: Planner, mesh: Mesh)
         _parts(by_length, tokens.tolist(), counts.tolist()),
         _parts(by_position, [int(n) for n in seen.tolist()]),
     )
+
+
+def _counts_of(documents: Documents, micro_batch: MicroBatch) -> torch.Tensor:
+    """Returns what every row counts in the loss, float64 [T].
+
+    That is 0 without a label, and 1 with one. In documents with noise it is the row's weight, so
+    that the sum over hidden tokens is, on average, that over all tokens.
+    """
+    counts = (micro_batch.labels != IGNORED_LABEL).double()
+    if documents.merging is None or micro_batch.weights is None:
+        return counts
+    return counts * micro_batch.weights
 
 
 def _parts(

@@ -130,6 +130,11 @@ class Shard:
         return self.head_tokens + self.tail_tokens
 
     @property
+    def is_sequence(self) -> bool:
+        """Whether every token sees the ones before it, as in a document that is no tree."""
+        return self.tree is None
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence: of a tree its longest path."""
         return self.length if self.tree is None else self.tree.longest

@@ -6,6 +6,8 @@ sequence is a path from the root. The document has the tokens of all nodes, each
 children. So key k is visible to query q iff k ≤ q < the end of the subtree of k's node, and a
 token's position is the number of tokens before it on its path. All else treats a tree as any
 document: it is cut, placed and packed by its number of tokens.
+
+In a `BlockTree`, tokens of some nodes also see the later ones of their node, as in block diffusion.
 """
 
 import bisect
@@ -17,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.arguments import check_arguments, tuple_of, whole
+from longctx.arguments import check_arguments, flag, tuple_of, whole
 from longctx.errors import UserError
 
 ROOT = -1
@@ -30,12 +32,13 @@ class TreeError(UserError):
 
 class Node(NamedTuple):
     """One node of a tree: tokens [start, stop) of the document are its own, [stop, end) those below
-    it; `above` come before."""
+    it; `above` come before. With `both_ways` its tokens also see the later ones of the node."""
 
     start: int
     stop: int
     end: int
     above: int
+    both_ways: bool
 
     @property
     def positions(self) -> tuple[int, int]:
@@ -56,8 +59,15 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        self._check(least_root=1)
+
+    def sees_itself(self, node: int) -> bool:
+        """Returns whether the tokens of a node also see the later ones of the node."""
+        return False
+
+    def _check(self, least_root: int) -> None:
         rules = {
-            "lengths": tuple_of("tokens", whole(least=1)),
+            "lengths": tuple_of("tokens", whole(least=least_root)),
             "parents": tuple_of("nodes", whole(least=ROOT)),
         }
         check_arguments(TreeError, rules, {"lengths": self.lengths, "parents": self.parents})
@@ -66,6 +76,8 @@ class Tree:
                 f"a tree has {len(self.lengths)} lengths and {len(self.parents)} parents: give one "
                 "of each per node"
             )
+        if not all(self.lengths[1:]):
+            raise TreeError(f"a tree has lengths {self.lengths}: only the root may have no token")
         path = [ROOT]  # nodes whose subtrees are open
         for node, parent in enumerate(self.parents):
             while path and path[-1] != parent:
@@ -88,8 +100,14 @@ class Tree:
         for node, parent in enumerate(self.parents[1:], 1):
             above[node] = above[parent] + self.lengths[parent]
         return tuple(
-            Node(start=stop - length, stop=stop, end=end, above=before)
-            for length, stop, end, before in zip(self.lengths, stops, ends, above, strict=True)
+            Node(
+                start=stops[node] - length,
+                stop=stops[node],
+                end=ends[node],
+                above=above[node],
+                both_ways=self.sees_itself(node),
+            )
+            for node, length in enumerate(self.lengths)
         )
 
     @property
@@ -103,11 +121,18 @@ class Tree:
     @cached_property
     def pairs(self) -> int:
         """Attention area, in units in which that of an ordinary document is its length squared: n²
-        + 2·n·above, summed."""
-        return sum(
-            tokens * (tokens + 2 * node.above)
-            for tokens, node in zip(self.lengths, self.nodes, strict=True)
-        )
+        + 2·n·above, summed, and n·(n - 1) more for nodes that see themselves both ways."""
+        area = 0
+        for tokens, node in zip(self.lengths, self.nodes, strict=True):
+            area += tokens * (tokens + 2 * node.above)
+            if node.both_ways:
+                area += tokens * (tokens - 1)
+        return area
+
+    @property
+    def sent(self) -> int:
+        """Tokens whose K and V other ranks may need."""
+        return self.length
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
@@ -131,8 +156,46 @@ class Tree:
             tokens = [*range(max(node.start, stop - count + len(tokens)), stop), *tokens]
         return tokens
 
+    def check_linear(self) -> None:
+        """Raises TreeError if a state that is carried from token to token cannot be exact."""
+        if any(node.both_ways for node in self.nodes):
+            raise TreeError(
+                "a document has blocks that see themselves both ways, but the state of a linear "
+                "layer or a convolution knows only earlier tokens: use a model of softmax "
+                "attention alone"
+            )
+
     def node_of(self, token: int) -> int:
         return bisect.bisect_right(self.nodes, token, key=lambda node: node.start) - 1
+
+
+@dataclass(frozen=True)
+class BlockTree(Tree):
+    """A tree of which some nodes see themselves both ways; the root may be without tokens.
+
+    Attributes:
+        both_ways: of every node whether its tokens also see the later ones of the node.
+    """
+
+    both_ways: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        rules = {"both_ways": tuple_of("flags", flag)}
+        check_arguments(TreeError, rules, {"both_ways": self.both_ways})
+        self._check(least_root=0)
+        if len(self.both_ways) != len(self.lengths):
+            raise TreeError(
+                f"a tree has {len(self.lengths)} nodes, but {len(self.both_ways)} of both_ways: "
+                "give one for each node"
+            )
+
+    def sees_itself(self, node: int) -> bool:
+        return self.both_ways[node]
+
+    @property
+    def sent(self) -> int:
+        """Tokens of nodes with others below: only a node that ranks share sends others."""
+        return sum(node.stop - node.start for node in self.nodes if node.stop < node.end)
 
 
 ENOUGH = 8

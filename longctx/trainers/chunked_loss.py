@@ -52,7 +52,7 @@ class ChunkedLoss(Rider):
         its model needs logits."""
         if traits.kind != "step" or traits.trl_class or traits.args.label_smoothing_factor:
             return None
-        if is_own(traits.trainer, "compute_loss"):
+        if is_own(traits.trainer, "compute_loss") or traits.diffusion:
             return None
         chunked = cls(traits.model, traits.args.device)
         return chunked if chunked._is_exact(traits.model) else None

@@ -65,6 +65,13 @@ class Document:
         """Number of tokens that have a label."""
         return int((self.labels != IGNORED_LABEL).sum())
 
+    @property
+    def tokens_read(self) -> int:
+        """Number of its tokens in a batch, or of those of its source."""
+        if self.source is None:
+            return len(self.tokens)
+        return len(self.source)
+
     def info(self, rank: int, index: int) -> DocumentInfo:
         """Returns what other ranks know of this document, the one with this index on its rank.
 

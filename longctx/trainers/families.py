@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.host_to_device import copy_to
+from longctx.data.diffusion import Noise, weighted_by_trees
 from longctx.data.packing import Ids, MicroBatch, fill, with_source
 from longctx.hf.attention import model_inputs, row
 from longctx.hf.indexed import indexers
@@ -25,6 +26,7 @@ from longctx.planning.layout import Layout, Span
 from longctx.planning.parts import PartCosts
 from longctx.planning.plan import Plan
 from longctx.trainers.budget import Workload
+from longctx.trainers.diffusion import for_evaluation, with_noise
 from longctx.trainers.documents import (
     DOCUMENTS_IN_ROWS,
     SEGMENTS,
@@ -234,6 +236,78 @@ class Encoder(Causal):
         return inputs
 
 
+class BlockDiffusion(Causal):
+    """Causal models that learn block diffusion: documents are trees of clean and noisy blocks, and
+    a label is that of its own token.
+
+    Attributes:
+        traits: the trainer, which knows the epoch, and its collator, which knows the noise.
+    """
+
+    labels_in_place = True
+    drops_padded_labels = False
+    merges_prefixes = False
+
+    def __init__(self, traits: Traits) -> None:
+        super().__init__(traits.model)
+        self.traits = traits
+        self.noise: Noise = traits.trainer.data_collator.noise
+
+    @staticmethod
+    def problems(traits: Traits) -> Iterator[str]:
+        """Yields why block diffusion would not be exact."""
+        if traits.trl_class or traits.kind != "step":
+            yield (
+                f"{type(traits.trainer).__name__} has a loss of its own, but the data collator "
+                "asks for block diffusion: use transformers.Trainer and a causal model of text"
+            )
+        if traits.encoder or traits.encoder_decoder or traits.images or indexers(traits.model):
+            yield (
+                f"{type(traits.model).__name__} is no causal model of text that sees all keys, as "
+                "block diffusion needs: use such a model"
+            )
+        if traits.args.label_smoothing_factor:
+            yield UNSUPPORTED.format("label_smoothing_factor", traits.args.label_smoothing_factor)
+        if traits.balances:
+            yield NO_ROUTER_LOSS.format(type(traits.args).__name__)
+        if traits.noisy:
+            yield (
+                "dropout and NEFTune go by the place of a token in its document, which noisy "
+                "blocks share with clean ones: omit them"
+            )
+
+    def watched(self, collate: Collate) -> Collate:
+        return CountingRows(self.traits.trainer.data_collator.collate)
+
+    def rows_of(self, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
+        rows = cut_rows(batch, labels_in_place=True)
+        noise = self.noise if training else for_evaluation(self.noise)
+        epoch = int(self.traits.trainer.state.epoch or 0) if training else 0
+        noisy = list[list[Document]]()
+        for documents in rows_of_examples(rows, batch.get(DOCUMENTS_IN_ROWS)):
+            noisy.append([with_noise(document, noise, epoch) for document in documents])
+        return noisy
+
+    def kept(
+        self, batch: Mapping[str, Any], rows: Sequence[Sequence[Document]], targets: torch.Tensor
+    ) -> torch.Tensor:
+        raise TrainerError(
+            "rows with noise have no predictions: evaluate the loss alone, without compute_metrics "
+            "and with prediction_loss_only=True"
+        )
+
+    def micro_batches(self, planned: PlannedRows) -> tuple[RowExchange, list[MicroBatch]]:
+        exchange, micro_batches = super().micro_batches(planned)
+        return exchange, list(map(weighted_by_trees, micro_batches))
+
+    def inputs(self, model: Any, batch: MicroBatch, options: AttentionOptions) -> dict[str, Any]:
+        inputs = model_inputs(model, batch, **vars(options))
+        assert batch.weights is not None
+        inputs["labels"] = copy_to(batch.labels, options.device).unsqueeze(0)
+        inputs["loss_weights"] = copy_to(batch.weights, options.device)
+        return inputs
+
+
 class Pairs(Causal):
     """Encoder-decoders: a document is a source and a target, each split by its own length.
 
@@ -427,6 +501,8 @@ def _sum_problems(traits: Traits) -> Iterator[str]:
 
 def family_of_model(traits: Traits) -> type[Causal]:
     """Returns the family of a trainer's whole model."""
+    if traits.diffusion:
+        return BlockDiffusion
     if traits.masked:
         return Encoder
     if traits.encoder_decoder:
@@ -439,6 +515,8 @@ def family_of(traits: Traits, workload: Workload) -> Causal:
 
     Where the loss needs hidden states, this is the base model alone, which reads tokens.
     """
+    if traits.diffusion:
+        return BlockDiffusion(traits)
     if traits.kind != "hidden_states":
         return family_of_model(traits).of(traits.model, workload)
     base_family = Encoder if traits.encoder else Causal

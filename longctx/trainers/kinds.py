@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from longctx.data.diffusion import Noise
 from longctx.hf.vision import is_vision
 from longctx.trainers.pass_through import LIBRARIES, passes_on
 
@@ -57,6 +58,7 @@ class Traits:
         encoder_decoder, images, masked: whether the model is an encoder-decoder, reads images, or
             predicts masked tokens.
         encoder: whether tokens of its base model see later ones.
+        diffusion: whether the data collator asks for block diffusion.
         noisy: whether a module drops at random, or NEFTune adds noise.
         balances: whether the auxiliary loss of a mixture's routers is to be trained.
         recomputes, reentrant: whether layers are computed again in backward, and whether in a
@@ -78,6 +80,7 @@ class Traits:
         self.images = is_vision(model)
         self.masked = _predicts_masked(model)
         self.encoder = is_encoder(model.base_model)
+        self.diffusion = isinstance(getattr(trainer.data_collator, "noise", None), Noise)
         self.kind = self._kind()
         drops = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
         self.noisy = drops or bool(trainer.neftune_noise_alpha)

@@ -149,7 +149,7 @@ class StepExchange:
             targets=sum(document.targets for document in planned),
             tokens=sum(document.length for document in everything),
             batches=len(turns),
-            tokens_read=sum(map(_tokens_read, mine)),
+            tokens_read=sum(document.tokens_read for document in mine),
             exchange=exchange,
             plan=plan,
         )
@@ -249,10 +249,6 @@ def _targets_by_micro_batch(plan: Plan, documents: Sequence[DocumentInfo]) -> li
     for micro_batch in plan.micro_batches:
         counts.append(sum(documents[placed.document].targets for placed in micro_batch))
     return counts
-
-
-def _tokens_read(document: Document) -> int:
-    return len(document.tokens if document.source is None else document.source)
 
 
 def _model_of_transformers(model: Any) -> Any:

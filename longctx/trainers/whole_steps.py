@@ -249,10 +249,14 @@ class WholeSteps:
         """Returns the sum of token losses, divided as others are, and the outputs of the model."""
         labels = inputs.pop("labels")[0]  # causal models have shifted ones
         inputs.pop("shift_labels", None)
+        weights = inputs.pop("loss_weights", None)
         outputs = model(**inputs)
         logits = outputs["logits"][0, : len(labels)].float()  # none on a rank without tokens
         smoothing = self.args.label_smoothing_factor
-        total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+        if weights is None:
+            total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+        else:
+            total = F.cross_entropy(logits, labels, reduction="none") @ weights
         ranks = self.dynamic.ranks if self.args.average_tokens_across_devices else 1
         return total * ranks / num_items_in_batch, outputs
 

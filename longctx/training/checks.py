@@ -74,7 +74,7 @@ def checks_of(
 
 def check_weights(config: Config, data: RunData) -> None:
     """Raises UserError if tokens of a store have weights, and documents are merged, which might
-    differ in them."""
+    differ in them, or get noise, which has weights of its own."""
     for key, store in (("data.store", data.store), ("eval.store", data.validation)):
         if store is None or not store.weighted:
             continue
@@ -83,6 +83,11 @@ def check_weights(config: Config, data: RunData) -> None:
                 f"data.merge_prefixes is true, but {key} {store.description} has weights of "
                 "tokens, which may differ where documents are alike: set data.merge_prefixes to "
                 "false"
+            )
+        if config.objective.is_diffusion:
+            raise UserError(
+                f"objective.name is block_diffusion, but {key} {store.description} has weights of "
+                "tokens, in place of which noise has its own: prepare it without weights"
             )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from longctx.config import Config, ConfigError
+from longctx.data.diffusion import Noise, noise_pieces
 from longctx.data.loader import Loader, Merging, Planner, merge_pieces, plan_step
 from longctx.data.mixture import Mixture, Order, Steps, make_steps
 from longctx.data.sampler import Sampler
@@ -116,8 +117,22 @@ def _budget_for(config: Config, length: int, world_size: int) -> int | None:
     return None
 
 
-def make_merging(config: Config, world_size: int) -> Merging | None:
-    """Returns what merges documents of a step that begin alike; None if they stay apart."""
+def make_merging(config: Config, world_size: int, store: Store) -> Merging | None:
+    """Returns what merges documents of a step that begin alike, or gives all of them noise; None if
+    they stay apart. Raises ConfigError for a mask token that is none."""
+    objective = config.objective
+    if objective.is_diffusion:
+        noise = Noise(
+            mask_token=mask_token_of(config, store),
+            block=objective.block,
+            largest_block=objective.largest_block or 0,
+            least=objective.least_noise,
+            most=objective.most_noise,
+            next_token=objective.next_token_weight,
+            per_document=objective.per_document,
+            seed=config.train.seed,
+        )
+        return partial(noise_pieces, noise=noise)
     if not config.data.merge_prefixes:
         return None
     return partial(
@@ -125,6 +140,30 @@ def make_merging(config: Config, world_size: int) -> Merging | None:
         most_tokens=config.capacity(world_size),
         tokens_per_rank=config.batch.tokens_per_rank,
     )
+
+
+def mask_token_of(config: Config, store: Store) -> int:
+    """Returns the id of `objective.mask_token`."""
+    name = config.objective.mask_token
+    if name is None:
+        return store.tokenizer.end_of_document
+    tokens = store.tokenizer.encode(name, special=True)
+    if len(tokens) != 1:
+        raise ConfigError(
+            f"objective.mask_token is {name!r}, which is {len(tokens)} tokens of the tokenizer of "
+            f"{store.description}: name one, or omit it"
+        )
+    return int(tokens[0])
+
+
+def validation_noise(config: Config, store: Store) -> Merging | None:
+    """Returns what makes documents noisy for validation: with all levels of noise, so that the loss
+    is a bound; None if they are not."""
+    if not config.objective.is_diffusion:
+        return None
+    block = config.objective.block
+    noise = Noise(mask_token=mask_token_of(config, store), block=block)
+    return partial(noise_pieces, noise=noise)
 
 
 def make_planner(
@@ -161,7 +200,7 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         ranks=mesh.ranks,
         planner=make_planner(config, mesh.ranks, profile),
         pad_to_multiple_of=config.padding,
-        merging=make_merging(config, mesh.world_size),
+        merging=make_merging(config, mesh.world_size, store),
         **_order(config, max_length),
     )
 
@@ -216,7 +255,7 @@ def first_plans(
     the best static degree."""
     profile = run_profile(config, ranks, store.tokenizer.vocab_size).profile
     planner = make_planner(config, config.domain(ranks), profile, static=static)
-    merging = make_merging(config, ranks)
+    merging = make_merging(config, ranks, store)
     steps_of = steps_of_run(config, store, ranks)
     cursor = steps_of.start
     for _ in range(steps):

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from longctx.config import Config
-from longctx.data.loader import Planner, plan_step, read_step
+from longctx.data.loader import Merging, Planner, plan_step, read_step
 from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store.store import Store
 from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
-from longctx.training.data import RunData
+from longctx.training.data import RunData, validation_noise
 from longctx.training.objectives.objective import token_mean
 from longctx.training.runner import ModelRunner
 
@@ -33,6 +33,7 @@ class Documents:
         step_tokens: minimum number of tokens that are planned together.
         max_length: maximum tokens of a piece.
         long: number of documents longer than `max_length`, which are split or dropped.
+        merging: what gives documents noise; None: they stay as they are.
     """
 
     store: Store
@@ -41,6 +42,7 @@ class Documents:
     pad_to_multiple_of: int
     max_length: int
     long: int
+    merging: Merging | None
 
     @classmethod
     def choose(
@@ -85,12 +87,22 @@ class Documents:
             pad_to_multiple_of=multiple,
             max_length=max_length,
             long=sampler.long,
+            merging=validation_noise(config, store),
         )
+
+    @property
+    def targets(self) -> list[int]:
+        """Number of targets of every piece."""
+        counts = []
+        for piece in self.pieces:
+            count = self.store.target_tokens(piece.document, piece.start, piece.stop)
+            counts.append(count)
+        return counts
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
         """Yields this rank's share of all pieces, step by step. Collective."""
         for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens), start=1):
-            plan, _ = plan_step(self.store, pieces, planner, None)
+            plan, merged = plan_step(self.store, pieces, planner, self.merging)
             mesh.agree(plan.hash, f"plan {step} of the evaluation")
             yield read_step(
                 self.store,
@@ -99,6 +111,7 @@ class Documents:
                 rank=mesh.rank,
                 step=step,
                 pad_to_multiple_of=self.pad_to_multiple_of,
+                merged=merged,
             )
 
 

@@ -45,7 +45,9 @@ from longctx.attention.ring_schedule import RingSchedule
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Layout, Placement
+from longctx.planning.tree import Tree
 from tests.attention_cases import Case
+from tests.block_cases import comb
 from tests.flash_fakes import deterministic_calls, installed, margins, module_of
 from tests.marks import examples
 from tests.tree_cases import TURNS
@@ -174,10 +176,11 @@ def test_bands_and_segments_at_the_edge(drawn: Drawn) -> None:
     check(LIBRARIES, drawn)
 
 
+@pytest.mark.parametrize("tree", [TURNS, comb(60, 7)], ids=["turns", "blocks"])
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=9, sinks=2)], ids=["whole", "window"])
-def test_segments_of_trees(mask: Mask) -> None:
+def test_segments_of_trees(mask: Mask, tree: Tree) -> None:
     for rank in range(3):
-        layout = Layout.of([Placement(0, 0, 3)], [TURNS.length], 0, rank, {0: TURNS})
+        layout = Layout.of([Placement(0, 0, 3)], [tree.length], 0, rank, {0: tree})
         for call in RingSchedule.build(layout, mask=mask).calls:
             rows = [
                 max(stops)

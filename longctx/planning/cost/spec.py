@@ -427,10 +427,15 @@ class ModelSpec:
         are trees.
 
         Needs `vocab_size`. A node of a tree adds to a sequence up to its start the operations of a
-        sequence up to its end.
+        sequence up to its end, and those of a sequence of its own tokens if it sees itself both
+        ways.
         """
         runs = [(0, length) for document, length in enumerate(lengths) if document not in trees]
-        runs += [node.positions for tree in trees.values() for node in tree.nodes]
+        for tree in trees.values():
+            for node in tree.nodes:
+                runs.append(node.positions)
+                if node.both_ways:
+                    runs.append((0, node.stop - node.start))
         flops = (
             layer.attention_flops(stop) - layer.attention_flops(start)
             for layer in self.layers

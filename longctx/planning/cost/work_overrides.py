@@ -54,9 +54,11 @@ class WorkOverrides:
                 keys=s + (parts.keys - 1) * uneven,
             )
         pairs = s * s
+        keys = s.copy()
         for document, tree in trees.items():
             pairs[document] = tree.pairs
-        return cls(pairs)
+            keys[document] = tree.sent
+        return cls(pairs, keys=keys if (keys < s).any() else None)
 
     def __getitem__(self, documents: Any) -> "WorkOverrides":
         """Returns the overrides of some documents, by an index of arrays."""
