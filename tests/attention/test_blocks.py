@@ -2,6 +2,7 @@
 in float64, on any ranks; noisy keys and values stay at home."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +169,15 @@ def test_linear_layers_are_refused() -> None:
     (shard,) = Layout.of([Placement(0, 0, 1)], [tree.length], 0, 0, {0: tree}).shards
     with pytest.raises(TreeError, match="knows only earlier tokens: use a model of softmax"):
         chain_of(shard)
+
+
+def test_the_page_shows_who_sees_whom() -> None:
+    """Of blocks of one token, the last of which has no clean copy."""
+    page = (Path(__file__).parents[2] / "docs" / "block-diffusion.md").read_text("utf-8")
+    head, *rows = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    columns = [head.index(name) for name in ("N0", "C0", "N1", "C1", "N2")]
+    last = columns[-1] + 1
+    names = [row[:last].replace("queries", "").split()[0] for row in rows]
+    assert names == ["N0", "C0", "N1", "C1", "N2"]
+    shown = [[row[column : column + 2].strip() == "x" for column in columns] for row in rows]
+    assert torch.equal(torch.tensor(shown), by_definition(3, 1)[:5, :5])

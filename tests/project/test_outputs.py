@@ -20,6 +20,7 @@ NO_OUTPUT = {
 }
 HELD = {
     ("README.md", "step 3/100"): "test_lines_of_a_run",
+    ("block-diffusion.md", "keys: N0"): "test_the_page_shows_who_sees_whom",
     ("check-step.md", "data: trained by role"): "test_the_template_prints_what_the_page_shows",
     ("clusters.md", "0.918M parameters"): "test_lines_of_a_run",
     ("configuration.md", "longctx train: error"): "test_the_error_in_the_guide",
