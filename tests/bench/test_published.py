@@ -9,7 +9,7 @@ import pytest
 
 import bench.published_fit
 from bench.harness import RESULTS
-from bench.published import STATED, Row, by_source, parts_of, stated, with_table
+from bench.published import STATED, Row, by_source, memory_rows, parts_of, stated, with_table
 from bench.published_fit import (
     CAUSES,
     FITTED,
@@ -126,6 +126,14 @@ def test_runs_state_the_errors_of_the_table() -> None:
     time_table = stated(timed).partition("MEMORY")[0]
     assert time_table in table
     assert len(parts_of(rows)["memory"]) >= 69
+
+
+@pytest.mark.slow
+def test_runs_state_the_errors_of_memory(given: list[Case]) -> None:
+    """As estimated now, without what allocators of other stacks reserved."""
+    rows = list(memory_rows(given, reserved=False))
+    memory_table = stated(rows).partition("MEMORY")[2]
+    assert memory_table and memory_table in STATED.read_text("utf-8")
 
 
 @pytest.mark.slow
