@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import UserError
+from longctx.parallel.device import choose_device, prepare_allocator, prepare_queues
 from longctx.parallel.environment import TRAINER_OPTIONS, Launch, trainer_options
 from longctx.safe_yaml import YamlError, parse, read_text
 from longctx.trainers.dynamic import check_options, dynamic_context_parallel, train_planned
@@ -174,6 +175,9 @@ def main(given: Sequence[str]) -> None:
         options = read_options(parsed.options, trainer_options())
         launch = Launch.read()
         check_options(launch.world_size, options)
+        device = choose_device("auto", launch.local_rank)  # CUDA has not started yet
+        prepare_allocator(device)
+        prepare_queues(device)
         launched = Launched(options)
         try:
             run(parsed.program, parsed.arguments, is_module=parsed.module)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer
 
 from longctx.errors import UserError
+from longctx.parallel.device import ALLOCATOR_SETTINGS
 from longctx.trainers import launcher
 from longctx.trainers.launcher import LauncherError, main, read_options, run
 from tests.trainer_cases import TOKENS_PER_RANK, conversations, model, tokenizer, train_by_launcher
@@ -100,6 +102,25 @@ def test_a_script_runs_as_python_runs_it(
     )
     run(str(script), ["--lr", "1"], is_module=False)
     assert capsys.readouterr().out == "__main__ 7 ['--lr', '1']\n"
+
+
+@pytest.mark.usefixtures("own_arguments")
+def test_gpus_are_prepared_before_the_program_starts_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the commands of longctx do: torch's allocator and the queues of streams."""
+    names = "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"
+    for name in (*ALLOCATOR_SETTINGS, *names):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nprint([name in os.environ for name in {names}])")
+    try:
+        main([str(script)])
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+    assert "[True, True]" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("own_arguments")
