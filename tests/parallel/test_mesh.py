@@ -28,7 +28,7 @@ from longctx.parallel import environment, mesh
 from longctx.parallel.environment import Launch
 from longctx.parallel.host_memory import pinned_bytes
 from longctx.parallel.meeting import meet
-from longctx.trainers import dynamic
+from longctx.trainers import groups as trainer_groups
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -138,8 +138,8 @@ def test_trainers_have_the_groups_of_a_run(monkeypatch: pytest.MonkeyPatch, node
         os, "environ", {"LOCAL_WORLD_SIZE": str(2 // nodes), "WORLD_SIZE": "2", "RANK": "1"}
     )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(Options=Options), raising=False)
-    monkeypatch.setattr(dynamic, "warm_up", lambda group, device: None)
-    groups = dynamic._groups(
+    monkeypatch.setattr(trainer_groups, "warm_up", lambda group, device: None)
+    groups = trainer_groups.Groups.made(
         SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)),
         ExitStack(),
     )

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.planners.planner import make_plan
 from longctx.trainers import whole_steps
 from longctx.trainers.dynamic import train_planned
 from longctx.trainers.planned_call import PlannedCall
@@ -87,8 +89,10 @@ def test_training_waits_for_the_exchange_after_its_last_step() -> None:
 
 def test_the_calls_of_a_model_are_numbered() -> None:
     """So that two calls in a step drop different numbers at random."""
-    step = SimpleNamespace(exchange="exchange", micro_batches=["one", "two"])
+    plan = make_plan([8, 8], ranks=1, tokens_per_rank=8, profile=HardwareProfile.load("cpu-2core"))
+    step = SimpleNamespace(exchange="exchange", micro_batches=["one", "two"], plan=plan)
     exchange: Any = SimpleNamespace(
+        planning=SimpleNamespace(tokens_per_rank=8),
         plan_and_exchange=lambda *given, **named: step,
         rows_of_batch=lambda step, values, mask, rows: torch.cat(values),
         riders=(),
