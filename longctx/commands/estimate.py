@@ -100,7 +100,7 @@ def _estimate_trl(arguments: argparse.Namespace) -> None:
         print(json.dumps(_verdict_json(predicted.verdict, ranks)))
         return
     used = predicted.documents
-    longest = int(used.lengths.max())
+    longest = min(predicted.config.max_length(ranks), int(used.lengths.max()))
     print("\n".join(predicted.lines()))
     print(f"steps of {used.description}, of {config.batch.global_tokens:,} tokens")
     for line in lines_on(source, config.model.from_pretrained, longest):

@@ -87,7 +87,7 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
         micro_batches=((Placement(0, 0, degree, rounds=rounds),),),
         profile=profile or run_profile(config, ranks).profile,
     )
-    count = max(1, config.batch.global_tokens // (budget * domain))
+    count = -(-config.batch.global_tokens // (budget * domain))
     first_loads = [
         replace(load, micro_batches=count, first=count == 1) for load in loads([plan], config)
     ]

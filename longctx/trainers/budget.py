@@ -68,7 +68,12 @@ class RankNeeds:
     def bytes(self, tokens: int) -> int:
         """Returns the bytes that a rank of so many tokens needs."""
         config = self.config.changed({"batch.tokens_per_rank": tokens})
-        loads = list(full_loads(config, self.ranks, self.profile))
+        loads = []
+        for full in full_loads(config, self.ranks, self.profile):
+            # A trainer reduces gradients at the end of a step: before, FSDP2 keeps whole ones. How
+            # many micro-batches a step has is not known yet.
+            several = max(2, full.micro_batches)
+            loads.append(replace(full, micro_batches=several, first=False))
         if self.spec.encoder_layers:  # as if sources were as long as targets
             loads = [replace(load, source=load.tokens // 2) for load in loads]
         fused = self.device == "cuda"

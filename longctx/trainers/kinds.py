@@ -222,6 +222,9 @@ def _recomputes(args: Any, model: Any) -> tuple[bool, bool]:
 
     What the arguments ask for replaces, when training begins, what is set on the model.
     """
+    fsdp = getattr(args, "fsdp_config", None) or {}
+    if getattr(args, "fsdp", None) and fsdp.get("activation_checkpointing"):
+        return True, False  # by accelerate, which wraps blocks
     own_words = {"every_n_layers", "offload"}  # of transformers; all others are torch's
     if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
         given = (

@@ -162,3 +162,13 @@ def rounds_at_once() -> int:
 
 def test_two_levels_have_three_rounds_under_way(workers: Workers) -> None:
     assert max(workers.run(rounds_at_once, 6)) == 3
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (8192, 1), (8193, 2), (16384, 2)])
+def test_a_step_has_as_many_micro_batches_as_hold_its_tokens(tokens: int, expected: int) -> None:
+    """Two ranks of 4,096 tokens: what is left over needs one more."""
+    settings = ["batch.tokens_per_rank=4096", f"batch.global_tokens={tokens}"]
+    config = load(None, [*settings, "data.max_length=64"], world_size=2)
+    found = full_loads(config, 2, H100)
+    assert {each.micro_batches for each in found} == {expected}
+    assert {each.first for each in found} == {expected == 1}

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,7 +17,7 @@ from longctx.config import load
 from longctx.data.store.store import Lengths
 from longctx.memory.verdict import STEPS
 from longctx.planning.plan import Plan
-from longctx.trainers import prediction
+from longctx.trainers import kinds, prediction
 from longctx.trainers.budget import Workload
 from longctx.trainers.kinds import Traits
 from longctx.training.data import first_plans
@@ -167,3 +168,38 @@ def test_settings_that_trainers_lack_are_refused(
 def test_a_trainer_is_of_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--trl=fsdp2"]) == 2
     assert "--trl is of a checkpoint: set --model.from_pretrained" in capsys.readouterr().err
+
+
+def test_more_tokens_need_more_memory_and_whole_gradients_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whether they divide a step or not: trainers keep gradients whole between micro-batches, which
+    FSDP2 reduces at the end of a step. Of an 8B model on 8 H100s, at 4 bytes a weight."""
+    given = ["--trl=fsdp2", "--gpus=8", "--context.profile=h100-nvlink-ib", "--mix=wlb_128k"]
+    given += ["--model.from_pretrained=Qwen/Qwen3-8B", "--batch.global_tokens=1048576"]
+    needed = []
+    for tokens in (32_768, 65_536, 66_560, 131_072, 262_144):
+        content = estimate(capsys, *given, f"--batch.tokens_per_rank={tokens}")
+        needed.append(content["needed"])
+    assert needed == sorted(needed)
+    assert needed[0] > 8.19e9 * 4, "the gradients alone"
+
+
+def test_a_limit_on_documents_that_is_set_is_not_advised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--gpus=8", "--context.profile=h100-nvlink-ib", "--mix=wlb_128k"]
+    given += ["--model.from_pretrained=Qwen/Qwen3-8B", "--trl=fsdp2"]
+    said = []
+    for more in ([], ["--data.max_length=40960"]):
+        assert main(["estimate", *given, *more]) == 0
+        said.append("or set data.max_length" in capsys.readouterr().out)
+    assert said == [True, False]
+
+
+@pytest.mark.parametrize(("fsdp", "expected"), [("full_shard", True), ("", False)])
+def test_recomputation_that_accelerate_is_asked_for_counts(fsdp: str, expected: bool) -> None:
+    """In `fsdp_config`, which nobody reads without `fsdp`."""
+    config = {"version": 2, "activation_checkpointing": True}
+    args = SimpleNamespace(fsdp=fsdp, fsdp_config=config, gradient_checkpointing=False)
+    assert kinds._recomputes(args, model()) == (expected, False)
