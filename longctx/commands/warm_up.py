@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     tensor = config.parallel.tensor_parallel_size
     for layer, request in attention_requests(config, spec, "cuda").items():
         heads = layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor
-        windows = ", windows" if layer.window is not None else ""
+        windows = ""
+        if layer.window is not None:
+            windows = ", windows"
         what = f"{target.arch}, head size {request.head_dim}, {heads[0]}/{heads[1]} heads{windows}"
         why = flash_4.refusal(request, target.capability)
         if why is not None:

@@ -222,9 +222,12 @@ def _recomputes(args: Any, model: Any) -> tuple[bool, bool]:
 
     What the arguments ask for replaces, when training begins, what is set on the model.
     """
-    fsdp = getattr(args, "fsdp_config", None) or {}
-    if getattr(args, "fsdp", None) and fsdp.get("activation_checkpointing"):
-        return True, False  # by accelerate, which wraps blocks
+    is_sharded = getattr(args, "fsdp", None)
+    sharding = getattr(args, "fsdp_config", None)
+    if is_sharded and sharding:
+        by_accelerate = sharding.get("activation_checkpointing")
+        if by_accelerate:
+            return True, False
     own_words = {"every_n_layers", "offload"}  # of transformers; all others are torch's
     if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
         given = (
