@@ -89,8 +89,8 @@ def _say_multiprocessors(count: int) -> None:
         def get_device_multiprocessor_count(self) -> int:
             return count
 
-    module.HardwareInfo = Known  # type: ignore[attr-defined]
-    utilities.HardwareInfo = Known  # type: ignore[attr-defined]
+    for each in (module, utilities):
+        vars(each)["HardwareInfo"] = Known
 
 
 def folder() -> Path | None:

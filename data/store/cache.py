@@ -15,8 +15,9 @@ from typing import Any
 
 import pyarrow
 
-from longctx.checksums import CHUNK, DIGITS, checksums_of
+from longctx.checksums import CHUNK, DIGITS, checksums_of, damage
 from longctx.data.store.manifest import StoreError
+from longctx.data.store.mapped import SMALL
 from longctx.remote import RemotePath
 
 FOLDER = Path("~/.cache/longctx")
@@ -65,11 +66,13 @@ class Cache:
         return content
 
     def file(self, file: RemotePath, size: int, *, checksums: str) -> Path:
-        """Returns the copy of a whole file of the index of a store, which has these checksums."""
+        """Returns the copy of a whole file of the index of a store, which has these checksums; a
+        copy that has no more, if it is small enough to look, is fetched again."""
         name = checksums_of(checksums.encode())
         place = self._folder / "files" / f"{name}-{file.name}"
         with self._held(name[:2]):
-            if place.is_file() and place.stat().st_size == size:
+            is_whole = place.is_file() and place.stat().st_size == size
+            if is_whole and (size > SMALL or not damage(place, checksums)):
                 return place
             unfinished = place.with_suffix(".unfinished")
             with self._writing(), unfinished.open("wb") as stream:

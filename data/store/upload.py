@@ -44,9 +44,8 @@ def upload(store: Path | str, address: Path | str, *, overwrite: bool = False) -
     mark = there / UNFINISHED
     goes_on = _read(mark) == content
     if not goes_on:
+        _remove_others(there, manifest)
         mark.put_bytes(content)
-    if present is not None:
-        (there / MANIFEST).remove()
     for name, size in sorted(manifest.files.items()):
         target = there / name
         is_there = goes_on and target.is_file() and target.state().size == size
@@ -56,6 +55,14 @@ def upload(store: Path | str, address: Path | str, *, overwrite: bool = False) -
     mark.remove()
     there.forget()
     return True
+
+
+def _remove_others(there: RemotePath, manifest: Manifest) -> None:
+    """Removes what another store has left: its manifest first, and files of the names that are
+    uploaded, which may have the same sizes."""
+    for name in (MANIFEST, UNFINISHED, *manifest.files):
+        if (there / name).is_file():
+            (there / name).remove()
 
 
 def _read(file: RemotePath) -> bytes | None:

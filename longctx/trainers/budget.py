@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from longctx.config import Config, load
 from longctx.errors import UserError, brief
@@ -202,15 +203,17 @@ class Workload:
 
 
 def bytes_beside(traits: Traits) -> int:
-    """Returns the bytes of a reference or a teacher beside the trained model, on a GPU; free memory
-    of a machine has none of them."""
+    """Returns the bytes of a rank's part of a reference or a teacher beside the trained model, on a
+    GPU; free memory of a machine has none of them."""
     if traits.args.device.type == "cpu":
         return 0
     size = 0
     for name in ("ref_model", "teacher_model"):
         beside = getattr(traits.trainer, name, None)
         if beside is not None:
-            size += sum(weight.nbytes for weight in beside.parameters())
+            for weight in beside.parameters():
+                own = weight.to_local() if isinstance(weight, DTensor) else weight
+                size += own.nbytes
     return size
 
 

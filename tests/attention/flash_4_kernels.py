@@ -2,11 +2,11 @@
 
     python flash_4_kernels.py FOLDER ARCH LAYER OUT     # FOLDER: where pip put flash-attn 4
 
-LAYER is `full` or `window`. Writes what it counted into OUT as JSON. The environment names the folder with compiled kernels.
+LAYER is `full` or `window`. Writes what it counted into OUT as JSON. The environment names the
+folder with compiled kernels.
 """
 
 import json
-import os
 import random
 import site
 import sys
@@ -14,46 +14,19 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-SITE, ARCH, LAYER, OUT = sys.argv[1:]
-site.addsitedir(SITE)
-sys.path.insert(0, SITE)
-os.environ["OMP_NUM_THREADS"] = "1"
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-import torch  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from longctx.attention.kernels import ahead  # noqa: E402
-from longctx.attention.kernels.contract import KernelRequest, Options  # noqa: E402
-from longctx.attention.segments import Segment  # noqa: E402
+from longctx.attention.kernels import ahead
+from longctx.attention.kernels.contract import KernelRequest, Options
+from longctx.attention.segments import Segment
 
 HEADS = 32, 8
 DIM = 128
 CALLS = 700
 SEQUENCES = [1, 2, 3, 8, 40, 100, 200, 250, 254, 255, 256, 257, 258, 300, 600]
-ROWS = [
-    1,
-    2,
-    3,
-    4,
-    7,
-    16,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    100,
-    127,
-    128,
-    129,
-    200,
-    256,
-    257,
-    511,
-    512,
-    4096,
-]
+SHORT = [1, 2, 3, 4, 7, 16, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129]
+ROWS = [*SHORT, 200, 256, 257, 511, 512, 4096]
 MORE_KEYS = [16384, 131072, 524288]
 WINDOWS = [1, 100, 4096]
 
@@ -99,22 +72,24 @@ def call(draw: random.Random, window: bool) -> None:
     kernel.backward(torch.empty_like(out), q, k, v, out, lse, segments, options)
 
 
-def main() -> None:
-    ahead.choose_target(ahead.TARGETS[ARCH])
-    window = LAYER == "window"
+def main(folder: str, arch: str, layer: str, out: str) -> None:
+    site.addsitedir(folder)
+    sys.path.insert(0, folder)
+    ahead.choose_target(ahead.TARGETS[arch])
+    window = layer == "window"
     request = KernelRequest("cuda", torch.bfloat16, DIM, DIM)
     known = ahead.kept_kernels()
     started = time.process_time()
     ahead.compile_ahead(request, HEADS, window=window)
     found = {"compiled": ahead.kept_kernels() - known, "seconds": time.process_time() - started}
     before = ahead.kept_kernels()
-    draw = random.Random(ARCH)
+    draw = random.Random(arch)
     with FakeTensorMode():
         for _ in range(CALLS):
             call(draw, window=window)
     found["by_random_calls"] = ahead.kept_kernels() - before
-    Path(OUT).write_text(json.dumps(found))
+    Path(out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

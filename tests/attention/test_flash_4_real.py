@@ -80,6 +80,7 @@ def test_all_kernels_are_compiled_ahead_once(
     out = tmp_path / "found.json"
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path / "kernels"),
     }

@@ -271,6 +271,52 @@ def test_an_upload_goes_on(tmp_path: Path, here: Path, server: Storage) -> None:
         upload(here, tmp_path / "folder")
 
 
+def test_files_of_the_same_size_are_not_those_of_another_store(
+    tmp_path: Path, here: Path, server: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload over another store is interrupted, and goes on: what lies there of the other one
+    has the same names and sizes."""
+    address = f"s3://{BUCKET}/over"
+    there: Any = any_path(address)
+    names = sorted(Manifest.load(here).files)
+    for name in (*names, "manifest.json"):
+        content = (here / name).read_bytes()
+        if name != "manifest.json":
+            content = content[::-1]
+        put(str(there / name), content)
+    put(str(there / "manifest.json"), b"{}")
+    own = remote.RemotePath.put
+
+    def ends(path: remote.RemotePath, file: Path) -> None:
+        if file.name == names[1]:
+            raise KeyboardInterrupt
+        own(path, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.RemotePath, "put", ends)
+        with pytest.raises(KeyboardInterrupt):
+            upload(here, address, overwrite=True)
+    assert upload(here, address)
+    assert_same(Store.open(address, cache=Cache(tmp_path / "c", 1.0)), Store.open(here))
+    for name in names:
+        assert (there / name).read_bytes() == (here / name).read_bytes(), name
+
+
+def test_a_cached_index_that_is_damaged_is_fetched_again(
+    tmp_path: Path, here: Path, server: Storage
+) -> None:
+    """It has the same size."""
+    address = f"s3://{BUCKET}/index"
+    upload(here, address)
+    cache = Cache(tmp_path / "cache", 1.0)
+    expected = Store.open(address, cache=cache).lengths.tolist()
+    (copy,) = (tmp_path / "cache" / "files").glob("*lengths.npy")
+    content = copy.read_bytes()
+    copy.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert Store.open(address, cache=cache).lengths.tolist() == expected
+    assert copy.read_bytes() == content
+
+
 def test_prepare_uploads(
     tmp_path: Path, server: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:

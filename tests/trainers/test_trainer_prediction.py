@@ -10,6 +10,9 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from trl import SFTConfig, SFTTrainer
 
 from longctx.cli import main
@@ -18,7 +21,7 @@ from longctx.data.store.store import Lengths
 from longctx.memory.verdict import STEPS
 from longctx.planning.plan import Plan
 from longctx.trainers import kinds, prediction
-from longctx.trainers.budget import Workload
+from longctx.trainers.budget import Workload, bytes_beside
 from longctx.trainers.kinds import Traits
 from longctx.training.data import first_plans
 from tests.trainer_cases import (
@@ -30,6 +33,7 @@ from tests.trainer_cases import (
     model,
     tokenizer,
 )
+from tests.whole_size import fake_ranks
 
 A100 = ["--context.profile=a100-80gb", "--gpus=2"]
 
@@ -203,3 +207,15 @@ def test_recomputation_that_accelerate_is_asked_for_counts(fsdp: str, expected: 
     config = {"version": 2, "activation_checkpointing": True}
     args = SimpleNamespace(fsdp=fsdp, fsdp_config=config, gradient_checkpointing=False)
     assert kinds._recomputes(args, model()) == (expected, False)
+
+
+def test_a_sharded_model_beside_counts_with_its_share() -> None:
+    """A teacher of 8 rows on 4 ranks has 2 rows of 3 numbers here."""
+    with fake_ranks(0, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        rows = torch.nn.Parameter(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]))
+        teacher = torch.nn.ParameterList([rows, torch.nn.Parameter(torch.zeros(5))])
+        trainer = SimpleNamespace(teacher_model=teacher, ref_model=None)
+        args = SimpleNamespace(device=torch.device("cuda"))
+        traits: Any = SimpleNamespace(trainer=trainer, args=args)
+        assert bytes_beside(traits) == 4 * (2 * 3 + 5)
