@@ -212,8 +212,9 @@ def bytes_beside(traits: Traits) -> int:
         beside = getattr(traits.trainer, name, None)
         if beside is not None:
             for weight in beside.parameters():
-                own = weight.to_local() if isinstance(weight, DTensor) else weight
-                size += own.nbytes
+                if isinstance(weight, DTensor):
+                    weight = weight.to_local()
+                size += weight.nbytes
     return size
 
 

@@ -186,6 +186,8 @@ def test_more_tokens_need_more_memory_and_whole_gradients_count(
         content = estimate(capsys, *given, f"--batch.tokens_per_rank={tokens}")
         needed.append(content["needed"])
     assert needed == sorted(needed)
+    one = ["--batch.global_tokens=65536", "--batch.tokens_per_rank=32768"]
+    assert estimate(capsys, *given, *one)["needed"] == needed[0], "of one micro-batch"
     assert needed[0] > 8.19e9 * 4, "the gradients alone"
 
 
