@@ -376,6 +376,7 @@ def _plan_outputs(
         merged,
         means=traits.has_loss_of_head and not traits.args.label_smoothing_factor,
         leaves_rows_out=not traits.has_unknown_loss,
+        joins=traits.joins_calls,
         padding=padding,
     )
     if outputs.leaves_rows_out:

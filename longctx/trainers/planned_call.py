@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import MicroBatch
 from longctx.data.trees import merge_prefixes
 from longctx.planning.assignment import Assignment, tokens_on_ranks
@@ -24,7 +25,7 @@ from longctx.trainers.documents import Document, Ids
 from longctx.trainers.families import Causal
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.riders import Carrier, begun_again
-from longctx.trainers.step import RankStep, StepExchange
+from longctx.trainers.step import RankStep, StepExchange, placed
 
 MIN_SHARED_TOKENS = 16
 """First tokens that rows must share to be merged: plans with fewer, larger documents have less
@@ -66,7 +67,26 @@ class PlannedCall:
             carried: numbers that travel with the tokens [*mask.shape, numbers]; None: none do.
         """
         kept = mask.cpu()  # before the model runs: the host waits for no more than the batch
-        rows, failed = attempted(lambda: self._merged(read(), carried, kept), Together([]))
+        numbers = None
+        if carried is not None:
+            numbers = carried.cpu()[kept.bool()].int()
+        return placed(self.values_of_tokens(read, compute, numbers), kept)
+
+    def values_of_tokens(
+        self,
+        read: Callable[[], list[Document]],
+        compute: Compute,
+        numbers: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns values of the tokens of this rank's rows, one row after the other, [tokens, ..].
+        Collective.
+
+        Args:
+            read: returns the rows' documents; what it raises on one rank ends all.
+            compute: returns values of a micro-batch.
+            numbers: those that travel with the tokens [tokens, numbers]; None: none do.
+        """
+        rows, failed = attempted(lambda: self._merged(read(), numbers), Together([]))
         # Every row: a rank whose rows have no target takes part in the backward of the others.
         step = self.exchange.plan_and_exchange([rows.documents], every=True, failed=failed)
         if step.exchange is None:
@@ -81,7 +101,10 @@ class PlannedCall:
                 values.append(checkpoint(run, batch, use_reentrant=False))
             else:
                 values.append(run(batch))
-        return self.exchange.rows_of_batch(step, values, mask=kept, rows=rows.places)
+        own = self.exchange.to_owners(step, values)
+        if rows.places is None:
+            return own
+        return own[copy_to(rows.places, own.device)]
 
     def _first_kept(self, step: RankStep) -> int:
         """Returns the first micro-batch whose graph is kept until backward, which begins with the
@@ -124,13 +147,8 @@ class PlannedCall:
         held = step.exchange.to_holders(carried, self.exchange.ids_group)
         return list(held.split([batch.layout.tokens for batch in step.micro_batches]))
 
-    def _merged(
-        self, rows: list[Document], carried: torch.Tensor | None, mask: torch.Tensor
-    ) -> "Together":
+    def _merged(self, rows: list[Document], numbers: torch.Tensor | None) -> "Together":
         """Returns a batch with its common prefixes merged, if they are to be."""
-        numbers = None
-        if carried is not None:
-            numbers = carried.cpu()[mask.bool()].int()
         if self.merged is None or any(row.images is not None for row in rows):
             return Together(rows, carried=numbers)
         tokens_per_rank = self.exchange.planning.tokens_per_rank

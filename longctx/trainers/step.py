@@ -168,11 +168,7 @@ class StepExchange:
         return inputs
 
     def rows_of_batch(
-        self,
-        step: RankStep,
-        values: Sequence[torch.Tensor],
-        mask: torch.Tensor,
-        rows: torch.Tensor | None = None,
+        self, step: RankStep, values: Sequence[torch.Tensor], mask: torch.Tensor
     ) -> torch.Tensor:
         """Returns values of the tokens of this rank's batch, [*mask.shape, ..]; 0 where no token is
         kept. Collective, differentiable.
@@ -181,19 +177,37 @@ class StepExchange:
             step: the step that the batch was exchanged for.
             values: of the step's micro-batches, [tokens, ..] each, in which padding comes last.
             mask: 1 for tokens of documents [rows, tokens]; in host memory, or the host waits.
-            rows: places of the batch's tokens in this rank's documents, one after the other; None:
-                the same.
+        """
+        return placed(self.to_owners(step, values), mask)
+
+    def to_owners(self, step: RankStep, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns values of the tokens of this rank's documents, one after the other, [tokens, ..].
+        Collective, differentiable.
+
+        Args:
+            step: the step that the documents were exchanged for.
+            values: of the step's micro-batches, [tokens, ..] each, in which padding comes last.
         """
         assert step.exchange is not None  # a batch has a document
         without_padding = []
         for batch, batch_values in zip(step.micro_batches, values, strict=True):
             without_padding.append(batch_values[: batch.layout.tokens])
-        own = step.exchange.to_owners(torch.cat(without_padding), self.group)
-        if rows is not None:
-            own = own[copy_to(rows, own.device)]
-        places = torch.nonzero(mask.cpu())[: len(own)]  # rows without documents come last
-        row, column = copy_to(places.T.contiguous(), own.device)
-        return own.new_zeros(*mask.shape, *own.shape[1:]).index_put((row, column), own)
+        return step.exchange.to_owners(torch.cat(without_padding), self.group)
+
+    def told_by_all(self, told: Any) -> list[Any]:
+        """Returns what every rank tells, by rank. Collective."""
+        everyone: list[Any] = [told] * self.ranks
+        if self.ids_group is not None:
+            dist.all_gather_object(everyone, told, group=self.ids_group)
+        return everyone
+
+    def all_agree(self, agrees: bool) -> bool:
+        """Returns whether all ranks agree. Collective."""
+        if self.ids_group is None:
+            return agrees
+        least = torch.tensor(agrees, dtype=torch.int32)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.ids_group)
+        return bool(least)
 
     def _gathered(
         self, batches: Sequence[Sequence[Document]], failed: Exception | None
@@ -210,10 +224,7 @@ class StepExchange:
 
         mine, unknown = attempted(infos, [])
         failed = failed or unknown
-        told = (mine, text_of(failed))
-        everyone: list[Any] = [told] * self.ranks
-        if self.ids_group is not None:
-            dist.all_gather_object(everyone, told, group=self.ids_group)
+        everyone = self.told_by_all((mine, text_of(failed)))
         raise_on_all([text for _, text in everyone], failed)
         by_rank = [by_batch for by_batch, _ in everyone]
         turns = itertools.zip_longest(*by_rank, fillvalue=())
@@ -242,6 +253,17 @@ class StepExchange:
             raise (refused if self.group is None else said_by(0, refused)) from error
         self.plans.append(plan)
         return plan
+
+
+def placed(own: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns values [*mask.shape, ..] of tokens [tokens, ..], one row after the other; 0 where
+    none is.
+
+    `mask` is 1 for tokens [rows, tokens], in host memory, or the host waits.
+    """
+    places = torch.nonzero(mask.cpu())[: len(own)]  # rows without documents come last
+    row, column = copy_to(places.T.contiguous(), own.device)
+    return own.new_zeros(*mask.shape, *own.shape[1:]).index_put((row, column), own)
 
 
 def _targets_by_micro_batch(plan: Plan, documents: Sequence[DocumentInfo]) -> list[int]:

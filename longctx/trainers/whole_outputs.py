@@ -22,6 +22,7 @@ from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import HARMLESS, evaluating, replaced
 from longctx.trainers.agreement import attempted, mean_over_ranks
 from longctx.trainers.documents import SEGMENTS, Document, cut_rows, refuse_segments
+from longctx.trainers.joined_calls import Fields, JoinedCalls
 from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.prepared import replaced_method
 from longctx.trainers.refusals import UNEVEN, TrainerError
@@ -49,6 +50,15 @@ class WholeOutputs:
     ) -> tuple[list[Any], Any]:
         """Leaves out the rows that repeat others in the last batches of an epoch. A rank that has
         no others keeps one, which counts nothing, as the model runs on all ranks. Collective."""
+        drawn, items = self._drawn(epoch_iterator, num_batches, device)
+        self.outputs.joined.begin_step(drawn)
+        return drawn, items
+
+    def _drawn(
+        self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[list[Any], Any]:
+        """Returns the batches of a step, without rows that repeat others, and the number of their
+        labels. Collective."""
         own: Any = super()
         batches = list(itertools.islice(epoch_iterator, num_batches))
         state = self.accelerator.gradient_state
@@ -126,7 +136,8 @@ class WholeOutputs:
         """Runs forward and backward of a batch, whose calls of the base model are planned."""
         own: Any = super()
         weight = self.outputs.weights.get(id(inputs), 1.0)
-        with self.outputs.used(), replaced(self.outputs, "weight", weight):
+        joined = self.outputs.joined.of_batch(inputs)
+        with self.outputs.used(), replaced(self.outputs, "weight", weight), joined:
             return own.training_step(model, inputs, *arguments, **named)
 
     def prediction_step(
@@ -209,13 +220,15 @@ def _own_rows(loader: Any, rank: int, rows: int) -> int:
     size = getattr(sampler, "batch_size", None) or rows
     size //= getattr(sampler, "num_processes", 1) if getattr(sampler, "split_batches", False) else 1
     kept = own_rows_of_last_batch(loader, rank, size)
-    if kept < size and rows != size:
+    if kept >= size:
+        return rows  # an example may have several
+    if rows != size:
         raise TrainerError(
             f"the last batch of an epoch has {rows} rows of {size} examples, of which "
             f"{size - kept} repeat others, and cannot be told: set dataloader_drop_last=True, or "
             "return a row for every example"
         )
-    return min(kept, rows)
+    return kept
 
 
 def _by_id(batches: list[Any], weights: list[float]) -> dict[int, float]:
@@ -239,6 +252,7 @@ class PlannedBase(PlannedCall):
         means: the loss is that of a head, a mean over the labels of a batch.
         leaves_rows_out: the loss is that of a head, or by `compute_loss_func`, so that rows that
             repeat others can be left out.
+        joins: calls of a step may be planned together, as a backward pass follows each of them.
         padding: the token that a head of a causal model looks for, to find the last token of a row.
         weights: of batches, by `id`, in a step whose rows are not even.
         weight: that of the batch that runs.
@@ -246,16 +260,24 @@ class PlannedBase(PlannedCall):
         mask: that of the last call, 1 for tokens [rows, tokens].
         places: rows and columns of its tokens, [2, tokens], where logits leave padding out; else
             None.
+        kind: class of the base model's outputs.
+        joined: plans calls of a step together.
     """
 
     means: bool = False
     leaves_rows_out: bool = False
     padding: int | None = None
+    joins: bool = True
     weights: dict[int, float] = field(default_factory=dict, init=False)
     weight: float = field(default=1.0, init=False)
     active: bool = field(default=False, init=False)
     mask: torch.Tensor | None = field(default=None, init=False)
     places: torch.Tensor | None = field(default=None, init=False)
+    kind: Any = field(default=None, init=False)
+    joined: JoinedCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joined = JoinedCalls(self, self._documents, active=self.joins)
 
     def used(self) -> AbstractContextManager[None]:
         """Plans calls meanwhile."""
@@ -273,7 +295,6 @@ class PlannedBase(PlannedCall):
         kept = self.remember(mask)
         fields = {name: given.get(name) for name in FIELDS}
         fields["attention_mask"] = mask
-        kinds: list[Any] = []
 
         def run(batch: MicroBatch, call: int) -> torch.Tensor:
             inputs = self.exchange.inputs(base, batch, call)
@@ -281,12 +302,12 @@ class PlannedBase(PlannedCall):
                 inputs.pop(name, None)
             with without_pooler(base):
                 output = own(base, **inputs)
-            kinds.append(type(output))
+            self.kind = type(output)
             hidden: torch.Tensor = output.last_hidden_state[0]
             return hidden
 
-        hidden = self.values_of(lambda: self._documents(fields), kept, run)
-        return output_of(base, kinds[0], hidden)
+        hidden = self.joined.values_of(fields, kept, run)
+        return output_of(base, self.kind, hidden)
 
     def remember(self, mask: torch.Tensor) -> torch.Tensor:
         """Keeps the mask of a call, and returns it in host memory: before the model runs, for which
@@ -296,13 +317,15 @@ class PlannedBase(PlannedCall):
         self.places = _places_of(kept, mask.device)
         return kept
 
-    def _documents(self, fields: dict[str, Any]) -> list[Document]:
+    def _documents(self, fields: Fields) -> list[Document]:
         """Returns the documents of a call, which has no labels, as rows of a batch."""
         ids = fields["input_ids"]
+        mask = fields["attention_mask"]
+        assert ids is not None and mask is not None
         refuse_segments(fields)
         batch = {**fields, "labels": torch.full_like(ids, IGNORED_LABEL)}
         rows = cut_rows(batch, more_fields=(SEGMENTS,))
-        in_padding = fields["attention_mask"] == 0
+        in_padding = mask == 0
         if self.padding is not None and bool(((ids != self.padding) & in_padding).any()):
             raise TrainerError(
                 "rows are padded with other tokens than the config's pad_token_id "

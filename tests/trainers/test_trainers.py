@@ -951,13 +951,13 @@ def test_copies_of_a_model_with_the_head_of_trl(monkeypatch: pytest.MonkeyPatch)
     planning = Planning(PROFILE, tokens_per_rank=200)
     head = PlannedHead(StepExchange(planning, AttentionOptions(torch.device("cpu"))))
     exchanged: list[int] = []
-    rows_of_batch = StepExchange.rows_of_batch
+    to_owners = StepExchange.to_owners
 
     def counting(*given: Any, **named: Any) -> torch.Tensor:
         exchanged.append(1)
-        return rows_of_batch(*given, **named)
+        return to_owners(*given, **named)
 
-    monkeypatch.setattr(StepExchange, "rows_of_batch", counting)
+    monkeypatch.setattr(StepExchange, "to_owners", counting)
     with prepared(ours), replaced_method(ours, "forward", head):
         copied, named = (
             copy.deepcopy(ours),

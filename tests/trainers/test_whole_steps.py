@@ -1,5 +1,6 @@
 """Parts of planned steps alone: divisors, rows of a last batch, and what ranks gather."""
 
+import functools
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,7 @@ def test_the_calls_of_a_model_are_numbered() -> None:
     exchange: Any = SimpleNamespace(
         planning=SimpleNamespace(tokens_per_rank=8),
         plan_and_exchange=lambda *given, **named: step,
-        rows_of_batch=lambda step, values, mask, rows: torch.cat(values),
+        to_owners=lambda step, values: torch.cat(values),
         riders=(),
     )
     seen: list[tuple[str, int]] = []
@@ -105,7 +106,7 @@ def test_the_calls_of_a_model_are_numbered() -> None:
 
     planned = PlannedCall(exchange)
     for _ in range(2):
-        planned.values_of(list, torch.ones(1, 1), compute)
+        planned.values_of_tokens(list, compute)
     assert seen == [("one", 0), ("two", 0), ("one", 1), ("two", 1)]
 
 
@@ -120,6 +121,7 @@ def test_ranks_may_have_different_numbers_of_batches(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
     exchange: Any = SimpleNamespace(rank=0, ranks=2, ids_group="group")
+    exchange.told_by_all = functools.partial(StepExchange.told_by_all, exchange)
     batches = [[document("a"), document("b")], [document("c")]]
     found = StepExchange._gathered(exchange, batches, None)
     assert found == [["a00", "b01", "e"], ["c02", "f"], ["g"]]
