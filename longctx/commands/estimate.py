@@ -211,6 +211,8 @@ def _verdict_json(verdict: "Verdict", ranks: int) -> dict[str, Any]:
         "available": verdict.available,
         "step_s": verdict.step_s,
         "step_tokens": verdict.step_tokens,
+        "tokens_per_s": verdict.tokens_per_s,
+        "mfu": verdict.mfu,
     }
 
 

@@ -20,6 +20,7 @@ from longctx.config.settings import WandbSetting
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.plan import Plan
 from longctx.planning.tree import NO_TREES, Trees
 from longctx.training.objectives.balance import STATISTICS
 from longctx.units import format_bytes
@@ -283,6 +284,11 @@ def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES
     """
     others = round((spec.scan_flops - 2 * spec.frozen_products) * sum(lengths))
     return FORWARD_AND_BACKWARD * spec.flops(lengths, trees) + others
+
+
+def step_flops(spec: ModelSpec, plan: Plan) -> int:
+    """Returns `model_flops` of the documents of a plan."""
+    return model_flops(spec, plan.lengths, plan.trees)
 
 
 def gpu_kind(device_name: str) -> str | None:

@@ -25,7 +25,7 @@ from longctx.training import agreement
 from longctx.training.agreement import PlanAgreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.health import FiniteLoss, NonFiniteLoss
-from longctx.training.metrics import MetricsLog, StepMetrics, device_peak, model_flops
+from longctx.training.metrics import MetricsLog, StepMetrics, device_peak, step_flops
 from longctx.training.optimizer import (
     clip_gradients,
     learning_rate,
@@ -294,8 +294,7 @@ class Trainer:
         peak = device_peak(self.mesh.device, self.config.dtype)
         if peak is None:
             return None
-        plan = batch.plan
-        flops = model_flops(self.model.spec, plan.lengths, plan.trees)
+        flops = step_flops(self.model.spec, batch.plan)
         return flops / (seconds * peak * self.mesh.world_size)
 
     def _gather(
