@@ -62,8 +62,7 @@ class StepMetrics:
             on a CPU.
         attention_s, exchange_wait_s, bubble_s: mean over ranks of the time in attention, of the
             wait for K, V or their gradients, and, in a pipeline, of the time without computation.
-        optimizer_s: mean over ranks of the time of their gradients' norm, and of clipping and the
-            optimizer in the step before, which a GPU may not have ended when the step is logged.
+        optimizer_s: mean over ranks of the time of the gradients' norm, clipping and optimizer.
         rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits
             for other ranks.
         mfu: model FLOP utilisation; None if the peak of the device is not known.
