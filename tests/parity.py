@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM
 
 from longctx.config import Config, load
 from longctx.data.diffusion import Noise
-from longctx.data.sampler import Piece, Sampler
+from longctx.data.pieces import Piece
+from longctx.data.sampler import Sampler
 from longctx.data.store.store import Store
 from longctx.hf.model import OURS
 from longctx.model.pretrained_decoder import PretrainedDecoder
