@@ -18,7 +18,12 @@ from longctx.errors import UserError
 
 GROUP = 256
 """Documents of which the pieces are counted together."""
-BLOCK = 1 << 20
+GROUPS = np.dtype(
+    [("tokens", "<i8"), ("longest", "<i4"), ("learned", "<i4"), ("longest_of_all", "<i8")]
+)
+"""What is known of a group: tokens, greatest length and number of its documents with a target, and
+the greatest length of all."""
+BLOCK = 1 << 18
 """Documents that are read at once, a multiple of GROUP."""
 FOUND_AT_ONCE = 1 << 12
 """Pieces that are looked up at once."""
@@ -62,6 +67,10 @@ class Documents(Protocol):
         None if pieces without a target are taken too."""
         ...
 
+    def groups(self, source: int) -> npt.NDArray[Any] | None:
+        """Returns what is known of every group, GROUPS `[groups]`; None if nothing is."""
+        ...
+
     def first(self, source: int) -> int:
         """Returns the number of the first document, counted over all stores."""
         ...
@@ -87,6 +96,9 @@ class LengthsAlone:
     def columns(self, source: int, which: Any) -> tuple[Numbers, Numbers | None]:
         return self._lengths[which], None
 
+    def groups(self, source: int) -> None:
+        return None
+
     def first(self, source: int) -> int:
         return 0
 
@@ -103,7 +115,7 @@ class Tally:
 
     Attributes:
         documents, long: those that may be taken, and those among them that are too long.
-        partly, long_partly: the same of documents of which some tokens have no loss.
+        long_partly: those that are too long and of which some tokens have no loss.
         pieces, tokens, longest: pieces, their tokens, and the length of the longest piece.
         longest_document, longest_partly: the longest of the documents that are too long, and of
             those with tokens without loss: its length, and minus its number; 0 and 0 without one.
@@ -111,7 +123,6 @@ class Tally:
 
     documents: int = 0
     long: int = 0
-    partly: int = 0
     long_partly: int = 0
     pieces: int = 0
     tokens: int = 0
@@ -182,12 +193,15 @@ class Pieces:
         self._stop = documents.size(source) if stop is None else stop
         self._heard = Heard()
         self.tally = Tally()
-        groups = [np.zeros(1, np.int64)]
-        for start in range(0, self._stop, BLOCK):
-            counts = self._counted(start, min(start + BLOCK, self._stop))
-            groups.append(np.add.reduceat(counts, np.arange(0, len(counts), GROUP)))
+        known = documents.groups(source)
+        # The piece that is the first one of every group, and the number of all.
+        self._firsts = np.zeros(-(-self._stop // GROUP) + 1, np.int64)
+        if known is None or left_out is not None or stop is not None:
+            self._count(self._firsts[1:])
+        else:
+            self._count_known(known, self._firsts[1:])
         self._refuse_long()
-        self._firsts = np.cumsum(np.concatenate(groups))
+        np.cumsum(self._firsts, out=self._firsts)
         self.tally.pieces = int(self._firsts[-1])
 
     def find(self, numbers: Numbers) -> tuple[Numbers, Numbers, Numbers]:
@@ -207,29 +221,59 @@ class Pieces:
             for document, begin, end in spans.tolist():
                 yield Piece(document, begin, end)
 
-    def _counted(self, start: int, stop: int) -> Numbers:
-        """Returns the number of pieces of every document of a block, and adds them to the tally."""
-        its = slice(start, stop)
-        lengths, targets = self._documents.columns(self._source, its)
+    def _count(self, groups: Numbers) -> None:
+        """Sets the number of pieces of every group, and the tally."""
+        for start in range(0, self._stop, BLOCK):
+            stop = min(start + BLOCK, self._stop)
+            counts = self._counted(slice(start, stop), np.arange(start, stop))
+            found = np.add.reduceat(counts, np.arange(0, len(counts), GROUP))
+            groups[start // GROUP : start // GROUP + len(found)] = found
+
+    def _count_known(self, known: npt.NDArray[Any], groups: Numbers) -> None:
+        """Does so from what is known of groups: only those with a long document are looked at."""
+        at_once = BLOCK // GROUP
+        for start in range(0, len(known), BLOCK):
+            its = known[start : start + BLOCK]
+            groups[start : start + len(its)] = its["learned"]
+            is_long = its["longest_of_all"] > self._max_length
+            self.tally.tokens += int(its["tokens"].sum(where=~is_long))
+            longest = int(its["longest"].max(where=~is_long, initial=0))
+            self.tally.longest = max(self.tally.longest, longest)
+            looked_at = np.flatnonzero(is_long) + start
+            for first in range(0, len(looked_at), at_once):
+                numbers = looked_at[first : first + at_once]
+                rows = numbers[:, None] * GROUP + np.arange(GROUP)
+                flat = rows[rows < self._stop]
+                counts = np.zeros(rows.shape, np.int64)
+                counts.flat[: len(flat)] = self._counted(flat, flat)
+                groups[numbers] = counts.sum(axis=1)
+        self.tally.documents = self._stop
+
+    def _counted(self, which: Any, documents: Numbers) -> Numbers:
+        """Returns the number of pieces of documents, which are those of a slice or an array, in
+        ascending order, and adds them to the tally."""
+        lengths, targets = self._documents.columns(self._source, which)
         taken = np.ones(len(lengths), np.bool_)
         if self._left_out is not None:
-            taken = ~self._left_out(its)
+            taken = ~self._left_out(which)
         is_long = taken & (lengths > self._max_length)
         tally = self.tally
-        tally.documents += int(taken.sum())
-        tally.long += int(is_long.sum())
-        tally.longest_document = max(tally.longest_document, _longest(lengths, is_long, start))
+        tally.documents += int(np.count_nonzero(taken))
+        tally.long += int(np.count_nonzero(is_long))
+        tally.longest_document = max(
+            tally.longest_document, _longest(documents, lengths, among=is_long)
+        )
         if targets is not None:
-            partly = taken & (targets < lengths - 1)
-            long_partly = partly & is_long
-            tally.partly += int(partly.sum())
-            tally.long_partly += int(long_partly.sum())
-            tally.longest_partly = max(tally.longest_partly, _longest(lengths, long_partly, start))
+            long_partly = is_long & (targets < lengths - 1)
+            tally.long_partly += int(np.count_nonzero(long_partly))
+            tally.longest_partly = max(
+                tally.longest_partly, _longest(documents, lengths, among=long_partly)
+            )
             if not self._refuses:
-                self._listen(start, lengths, np.flatnonzero(long_partly))
-        counts = self._counts(np.arange(start, stop), lengths=lengths, targets=targets)
+                self._listen(documents, lengths, np.flatnonzero(long_partly))
+        counts = self._counts(documents, lengths=lengths, targets=targets)
         counts[~taken] = 0
-        self._add_tokens(start, lengths, targets=targets, counts=counts)
+        self._add_tokens(documents, lengths, targets=targets, counts=counts)
         return counts
 
     @property
@@ -258,9 +302,9 @@ class Pieces:
         self._heard.counts(documents, counts)
         return counts
 
-    def _listen(self, start: int, lengths: Numbers, rows: Numbers) -> None:
-        """Reads which pieces have a target of long documents of which some tokens have no loss, at
-        these rows of the block that begins at `start`."""
+    def _listen(self, documents: Numbers, lengths: Numbers, rows: Numbers) -> None:
+        """Reads which pieces have a target of the long documents at these rows, of which some
+        tokens have no loss."""
         if self._long_documents == "drop":
             return
         for row in rows.tolist():
@@ -269,9 +313,10 @@ class Pieces:
             if self._long_documents not in TRUNCATED:
                 in_all = -(-length // self._max_length)
             starts, stops = self._spans(np.arange(in_all), np.full(in_all, length))
-            document = np.full(in_all, self._first + start + row)
+            number = int(documents[row])
+            document = np.full(in_all, self._first + number)
             has_target = self._documents.has_targets(document, starts, stops)
-            self._heard.documents.append(start + row)
+            self._heard.documents.append(number)
             self._heard.indices.append(np.flatnonzero(has_target))
             sizes = (stops - starts)[has_target]
             self.tally.tokens += int(sizes.sum())
@@ -285,13 +330,12 @@ class Pieces:
         return starts, np.minimum(starts + self._max_length, lengths)
 
     def _add_tokens(
-        self, start: int, lengths: Numbers, *, targets: Numbers | None, counts: Numbers
+        self, documents: Numbers, lengths: Numbers, *, targets: Numbers | None, counts: Numbers
     ) -> None:
-        """Adds the tokens of the pieces of a block to the tally, but for documents that were
-        read."""
+        """Adds the tokens of pieces to the tally, but for those of documents that were read."""
         taken = counts > 0
-        read = np.searchsorted(self._heard.documents, [start, start + len(lengths)])
-        taken[np.array(self._heard.documents[read[0] : read[1]], np.int64) - start] = False
+        if self._heard.documents:
+            taken &= ~np.isin(documents, self._heard.documents)
         tokens = np.minimum(lengths, self._max_length)
         tokens[~taken] = 0
         longest = int(tokens.max())
@@ -327,6 +371,19 @@ class Pieces:
         starts, stops = self._spans(indices, lengths[group, place])
         return np.stack([documents, starts, stops])
 
+    def _partly(self) -> int:
+        """Returns the number of documents of which some tokens have no loss."""
+        count = 0
+        for start in range(0, self._stop, BLOCK):
+            its = slice(start, min(start + BLOCK, self._stop))
+            lengths, targets = self._documents.columns(self._source, its)
+            assert targets is not None
+            partly = targets < lengths - 1
+            if self._left_out is not None:
+                partly &= ~self._left_out(its)
+            count += int(np.count_nonzero(partly))
+        return count
+
     def _refuse_long(self) -> None:
         """Raises SamplerError for documents that are too long, naming the longest of them: for all
         under "error", for conversations without a setting."""
@@ -340,7 +397,7 @@ class Pieces:
         else:
             length, number = tally.longest_partly
             what = "conversations, or other documents with tokens without loss,"
-            refused = f"{tally.long_partly} of {tally.partly} {what}"
+            refused = f"{tally.long_partly} of {self._partly()} {what}"
             ways = "drop, truncate_left (keeps the end), truncate_right or split"
         name = self._documents.name(self._first - number)
         raise SamplerError(
@@ -350,13 +407,13 @@ class Pieces:
         )
 
 
-def _longest(lengths: Numbers, among: Mask, start: int) -> tuple[int, int]:
-    """Returns length and minus the number of the longest of these documents of a block, the first
-    of equal ones; 0 and 0 without one."""
+def _longest(documents: Numbers, lengths: Numbers, *, among: Mask) -> tuple[int, int]:
+    """Returns length and minus the number of the longest document `among` these, the first of equal
+    ones; 0 and 0 without one."""
     if not among.any():
         return 0, 0
     row = int(np.where(among, lengths, 0).argmax())
-    return int(lengths[row]), -(start + row)
+    return int(lengths[row]), -int(documents[row])
 
 
 def first_documents(most: int, size: int, left_out: LeftOut | None) -> tuple[int, int]:

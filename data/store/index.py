@@ -6,10 +6,11 @@ mapped into memory once for all processes of a machine.
     weights.npy         uint16 [documents]; only where some is not 1: its number among
     weight_values.npy   float64 [values], or, with more than 65,536 of them, float64 [documents]
     name_hashes.npy     uint32 [documents], see `held_out.py`
+    groups.npy          GROUPS [groups], see `longctx.data.pieces`
     batches.npy         BATCH [batches], by which a document is found in its part
 
-They have at most 14 bytes a document, and 32 a batch; earlier stores have int64 and float64, and no
-hashes of names.
+They have at most 14.1 bytes a document, and 32 a batch; earlier stores have int64 and float64, no
+hashes of names and no groups.
 Stores that were prepared without it are read once when they are opened.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longctx.data.pieces import GROUP, GROUPS
 from longctx.data.store.held_out import Halves, halves
 from longctx.data.store.mapped import MappedFile
 
@@ -29,10 +31,11 @@ TRAINED = "trained_tokens.npy"
 WEIGHTS = "weights.npy"
 VALUES = "weight_values.npy"
 NAMES = "name_hashes.npy"
+GROUPS_FILE = "groups.npy"
 BATCHES = "batches.npy"
 BLOCK = 1 << 20
 """Documents that are compared at once."""
-INDEX = (LENGTHS, TRAINED, WEIGHTS, VALUES, NAMES, BATCHES)
+INDEX = (LENGTHS, TRAINED, WEIGHTS, VALUES, NAMES, GROUPS_FILE, BATCHES)
 """Files of an index, of which the first and the last always exist."""
 MOST_VALUES = 1 << 16
 """Weights of documents that have numbers."""
@@ -50,7 +53,7 @@ class Index:
     Attributes:
         trained_tokens: None: each but the first token of all.
         weights, values: weights of documents, or their numbers among `values`; None: 1.
-        name_hashes: None in earlier stores.
+        name_hashes, groups: None in earlier stores.
     """
 
     lengths: npt.NDArray[Any]
@@ -58,6 +61,7 @@ class Index:
     weights: npt.NDArray[Any] | None
     values: npt.NDArray[np.float64] | None
     name_hashes: Halves | None
+    groups: npt.NDArray[Any] | None
     batches: npt.NDArray[Any]
 
     def lengths_of(self, which: Any) -> npt.NDArray[np.int64]:
@@ -96,6 +100,7 @@ class Index:
             weights=arrays.get(WEIGHTS),
             values=arrays.get(VALUES),
             name_hashes=arrays.get(NAMES),
+            groups=arrays.get(GROUPS_FILE),
             batches=arrays[BATCHES],
         )
 
@@ -130,9 +135,26 @@ def write_index(folder: Path, parts: Iterable[MappedFile], documents: int) -> No
         hashes[its] = halves(names)
         first = its.stop
     np.save(folder / BATCHES, np.concatenate(batches))
+    write_groups(folder, lengths, trained)
     if _all_but_the_first(trained, lengths):
         (folder / TRAINED).unlink()
     _number_weights(folder, weights)
+
+
+def write_groups(folder: Path, lengths: Any, trained: Any = None) -> None:
+    """Writes what is known of groups of documents; `trained` None: all but the first tokens."""
+    groups = _written(folder / GROUPS_FILE, GROUPS, -(-len(lengths) // GROUP))
+    for start in range(0, len(lengths), BLOCK):
+        its = np.asarray(lengths[start : start + BLOCK], np.int64)
+        learned = its > 1
+        if trained is not None:
+            learned = trained[start : start + BLOCK] > 0
+        firsts = np.arange(0, len(its), GROUP)
+        place = slice(start // GROUP, start // GROUP + len(firsts))
+        groups["tokens"][place] = np.add.reduceat(its * learned, firsts)
+        groups["longest"][place] = np.maximum.reduceat(its * learned, firsts)
+        groups["longest_of_all"][place] = np.maximum.reduceat(its, firsts)
+        groups["learned"][place] = np.add.reduceat(learned, firsts, dtype=np.int64)
 
 
 def _number_weights(folder: Path, weights: Any) -> None:
@@ -154,7 +176,7 @@ def _number_weights(folder: Path, weights: Any) -> None:
         numbers[its] = np.searchsorted(values, weights[its])
 
 
-def _written(file: Path, kind: str, documents: int) -> Any:
+def _written(file: Path, kind: npt.DTypeLike, documents: int) -> Any:
     """Returns an array that is written to a file."""
     return np.lib.format.open_memmap(file, "w+", kind, (documents,))
 

@@ -246,6 +246,11 @@ class Store:
         index = self._documents[source].index
         return index.lengths_of(which), index.targets_of(which)
 
+    def groups(self, source: int) -> npt.NDArray[Any] | None:
+        """Returns what is known of groups of documents of a store of `sources`, GROUPS `[groups]`;
+        None of an earlier one."""
+        return self._documents[source].index.groups
+
     def held_out(self, source: int, share: float) -> HeldOut:
         """Returns which documents of a store of `sources` are held out for evaluation. Raises
         StoreError for an earlier store in object storage, all of which would be fetched."""
@@ -529,6 +534,9 @@ class Lengths(Store):
 
     def columns(self, source: int, which: Any) -> tuple[Int64Array, Int64Array]:
         return self.lengths[which], self.trained_tokens[which]
+
+    def groups(self, source: int) -> None:
+        return None
 
     def held_out(self, source: int, share: float) -> HeldOut:
         return HeldOut(halves(self.names), self.name, share)

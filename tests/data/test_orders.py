@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from longctx.data import pieces as pieces_module
 from longctx.data.orders import ORDERS, Bijection
-from longctx.data.pieces import LengthsAlone, Pieces, SamplerError
+from longctx.data.pieces import GROUPS, LengthsAlone, Pieces, SamplerError
 from longctx.data.sampler import Sampler
 from longctx.data.store.held_out import HeldOut, halves, held_out, name_hash
 from tests.marks import examples
@@ -122,6 +122,18 @@ class Spoken:
     """Documents of which `trained` says which tokens are targets; the first token is none."""
 
     trained: list[list[bool]]
+    group: int = 0
+    """Documents of which something is known together; 0: nothing is."""
+
+    def groups(self, source: int) -> np.ndarray | None:
+        if not self.group:
+            return None
+        rows = range(0, len(self.trained), self.group)
+        return np.array([self._known(self.trained[row : row + self.group]) for row in rows], GROUPS)
+
+    def _known(self, group: list[list[bool]]) -> tuple[int, int, int, int]:
+        learned = [len(each) for each in group if any(each[1:])]
+        return sum(learned), max(learned, default=0), len(learned), max(map(len, group))
 
     def size(self, source: int) -> int:
         return len(self.trained)
@@ -177,21 +189,23 @@ documents_strategy = st.lists(
     trained=documents_strategy,
     max_length=st.integers(1, 33),
     long_documents=st.sampled_from(["split", "drop", "truncate_left", "truncate_right"]),
-    share=st.sampled_from([0.0, 0.3]),
+    share=st.sampled_from([None, 0.0, 0.3]),
     group=st.sampled_from([(1, 1), (2, 4), (3, 9), (256, 1 << 20)]),
+    known=st.booleans(),
 )
 @settings(max_examples=examples(80))
 def test_pieces_are_those_of_a_plain_list(
     trained: list[list[bool]],
     max_length: int,
     long_documents: str,
-    share: float,
+    share: float | None,
     group: tuple[int, int],
+    known: bool,
 ) -> None:
-    documents = Spoken(trained)
+    documents = Spoken(trained, group[0] * known)
     names = [documents.name(number) for number in range(len(trained))]
-    left_out = HeldOut(halves(names), documents.name, share)
-    apart = set(np.flatnonzero(held_out(names, share)).tolist())
+    left_out = None if share is None else HeldOut(halves(names), documents.name, share)
+    apart = set(np.flatnonzero(held_out(names, share or 0.0)).tolist())
     expected = documents.listed(max_length, long_documents, apart)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces_module, "GROUP", group[0])

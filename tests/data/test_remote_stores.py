@@ -134,7 +134,7 @@ def test_documents_are_held_out_far_away(tmp_path: Path, here: Path, server: Sto
     assert not any(path.endswith(".arrow") for path in server.sent)
     old = tmp_path / "old"
     shutil.copytree(here, old)
-    without(old, [index.NAMES])
+    without(old, [index.NAMES, index.GROUPS_FILE])
     assert Store.open(old).held_out(0, 0.3)(slice(None)).tolist() == expected.tolist()
     put_all(old, f"s3://{BUCKET}/before")
     earlier = Store.open(f"s3://{BUCKET}/before", cache=cache)
