@@ -28,7 +28,7 @@ from longctx.own_files import MOVE_AWAY, others, replace
 REQUEST = "request"
 JOIN_LOCK = "join.lock"
 """Lock of the share that puts the store in place."""
-LAYOUT = 7  # version of the files in an unfinished store; other versions cannot be resumed
+LAYOUT = 8  # version of the files in an unfinished store; other versions cannot be resumed
 NOTES = (REQUEST, "journal*.jsonl", "slice-*", f"{TOKENIZER}.lock", JOIN_LOCK)
 """Files for resuming and for sharing the work, removed from a finished store."""
 WAIT_S = 30.0
