@@ -14,15 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from longctx.data import TRUNCATED
+from longctx.data.store.groups import GROUP
 from longctx.errors import UserError
 
-GROUP = 256
-"""Documents of which the pieces are counted together."""
-GROUPS = np.dtype(
-    [("tokens", "<i8"), ("longest", "<i4"), ("learned", "<i4"), ("longest_of_all", "<i8")]
-)
-"""What is known of a group: tokens, greatest length and number of its documents with a target, and
-the greatest length of all."""
 BLOCK = 1 << 18
 """Documents that are read at once, a multiple of GROUP."""
 FOUND_AT_ONCE = 1 << 12

@@ -6,7 +6,7 @@ mapped into memory once for all processes of a machine.
     weights.npy         uint16 [documents]; only where some is not 1: its number among
     weight_values.npy   float64 [values], or, with more than 65,536 of them, float64 [documents]
     name_hashes.npy     uint32 [documents], see `held_out.py`
-    groups.npy          GROUPS [groups], see `longctx.data.pieces`
+    groups.npy          GROUPS [groups], see `groups.py`
     batches.npy         BATCH [batches], by which a document is found in its part
 
 They have at most 14.1 bytes a document, and 32 a batch; earlier stores have int64 and float64, no
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longctx.data.pieces import GROUP, GROUPS
+from longctx.data.store.groups import GROUP, GROUPS
 from longctx.data.store.held_out import Halves, halves
 from longctx.data.store.mapped import MappedFile
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from longctx.data import pieces as pieces_module
 from longctx.data.orders import ORDERS, Bijection
-from longctx.data.pieces import GROUPS, LengthsAlone, Pieces, SamplerError
+from longctx.data.pieces import LengthsAlone, Pieces, SamplerError
 from longctx.data.sampler import Sampler
+from longctx.data.store.groups import GROUPS
 from longctx.data.store.held_out import HeldOut, halves, held_out, name_hash
 from tests.marks import examples
 
