@@ -35,6 +35,9 @@ GROUPS_FILE = "groups.npy"
 BATCHES = "batches.npy"
 BLOCK = 1 << 20
 """Documents that are compared at once."""
+HASHES = ".names.npy"
+"""Ending, in place of a part's, of the file that has the hashes of its names until the index has
+them."""
 INDEX = (LENGTHS, TRAINED, WEIGHTS, VALUES, NAMES, GROUPS_FILE, BATCHES)
 """Files of an index, of which the first and the last always exist."""
 MOST_VALUES = 1 << 16
@@ -131,14 +134,24 @@ def write_index(folder: Path, parts: Iterable[MappedFile], documents: int) -> No
         lengths[its] = part.table.column("length").to_numpy()
         trained[its] = part.table.column("trained_tokens").to_numpy()
         weights[its] = part.table.column("weight").to_numpy()
-        names = part.table.column("name").to_pylist()
-        hashes[its] = halves(names)
+        hashes[its] = _hashes_of(part)
         first = its.stop
     np.save(folder / BATCHES, np.concatenate(batches))
     write_groups(folder, lengths, trained)
     if _all_but_the_first(trained, lengths):
         (folder / TRAINED).unlink()
     _number_weights(folder, weights)
+
+
+def _hashes_of(part: MappedFile) -> Halves:
+    """Returns halves of the hashes of the names of a part, which were written beside it, unless an
+    interrupted preparation was tidied up."""
+    file = part.path.with_suffix(HASHES)
+    if file.is_file():
+        written: Halves = np.load(file)
+        if len(written) == part.table.num_rows:
+            return written
+    return halves(part.table.column("name").to_pylist())
 
 
 def write_groups(folder: Path, lengths: Any, trained: Any = None) -> None:
