@@ -75,6 +75,21 @@ def test_an_index_knows_groups_of_documents(
         assert list(known.in_order()) == list(looked_at.in_order())
 
 
+def test_groups_tell_documents_with_a_target_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "GROUP", 3)
+    index.write_groups(tmp_path, np.array([5, 9, 3, 1]), np.array([4, 0, 2, 0]))
+    found = np.load(tmp_path / index.GROUPS_FILE)
+    columns = {name: found[name].tolist() for name in found.dtype.names}
+    assert columns == {
+        "tokens": [8, 0],
+        "longest": [5, 0],
+        "learned": [2, 0],
+        "longest_of_all": [9, 1],
+    }
+
+
 def test_what_went_in_comes_out(store: Store) -> None:
     assert store.lengths[: len(LENGTHS)].tolist() == list(LENGTHS)
     assert store.lengths.dtype == store.trained_tokens.dtype == np.int64
