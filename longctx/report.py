@@ -63,7 +63,7 @@ def _first_line(run: Run, trainer: Trainer) -> str:
     return (
         f"{parameters} on {run.launch.world_size} ranks "
         f"({computed_by(config, model.spec, run.device.type)}), {start}; {stores} "
-        f"{store.description}: {len(store):,} documents, {int(store.lengths.sum()):,} tokens; run "
+        f"{store.description}: {len(store):,} documents, {store.tokens_in_all:,} tokens; run "
         f"folder {config.train.run_dir}"
     )
 
@@ -72,7 +72,7 @@ def _dropped(run: Run, max_length: int) -> str:
     """Returns a line on documents that are dropped or truncated, as they are too long; empty if
     there are none."""
     store = run.data.store
-    dropped = int((store.lengths > max_length).sum())
+    dropped = store.longer_than(max_length)
     done = {
         "drop": "dropped",
         "truncate_left": "cut at their beginning",
