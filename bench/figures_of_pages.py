@@ -337,6 +337,45 @@ def prepare_rate() -> list[str]:
     return markdown(["machines", "hours for 2 TB", "core hours"], lines, numbers_from=1)
 
 
+def prepare_peers() -> list[str]:
+    """CPU seconds per GB of programs that tokenize the same file."""
+    names = {"tokenizer": "the tokenizer alone", "longctx": "`longctx prepare`"}
+    names |= {"datatrove": "datatrove", "megatron": "Megatron's `preprocess_data.py`"}
+    lines = []
+    for row in rows_of("prepare-peers"):
+        if row["processes"] == "1":
+            times = f"{float(row['of_tokenizer']):.2f}×"
+            lines.append([names[row["tool"]], f"{float(row['cpu_s_per_gb']):.0f}", times])
+    head = ["one process", "CPU seconds per GB of JSON Lines", "of the tokenizer's"]
+    return markdown(head, lines, numbers_from=1)
+
+
+PROCESSES = 8
+"""Processes of a node."""
+TOKENS_PER_S = 10_000
+"""Tokens per second of one of them, of an 8B model."""
+DOCUMENT_TOKENS = 1_960
+PIECE_MB = 4 * 1.048576
+
+
+def data_size() -> list[str]:
+    """What 10G documents take on a node, by those that were measured."""
+    (row,) = (row for row in rows_of("data-size") if row["what"] == "one store")
+    times = 10e9 / float(row["documents"])
+    index = float(row["index_bytes_per_document"])
+    held = PROCESSES * float(row["held_bytes_per_document"])
+    lines = []
+    for what, more in (("texts", 0), ("conversations, with weights of documents", 4 + 2)):
+        size = [f"{10 * (index + more):,.0f} GB", f"{index + more + held:.1f}"]
+        lines.append([what, *size])
+    opened = [f"{times * float(row[name]):.0f} s" for name in ("opened_s", "ready_s")]
+    rate = PROCESSES * TOKENS_PER_S / DOCUMENT_TOKENS * PIECE_MB
+    for line in lines:
+        line += [" + ".join(opened), f"{rate:.0f} MB/s"]
+    head = ["10G documents of", "index, per node", "bytes a document, with 8 processes"]
+    return markdown([*head, "to open, and to draw", "from object storage"], lines, numbers_from=1)
+
+
 def block_diffusion_table() -> list[str]:
     """Rows of K and V of block diffusion, and the gaps of its plans."""
     rows = rows_of("block-diffusion")
@@ -368,6 +407,8 @@ OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "qlora": qlora_table,
     "sensitivity": sensitivity_table,
     "prepare-rate": prepare_rate,
+    "prepare-peers": prepare_peers,
+    "data-size": data_size,
     "block-diffusion": block_diffusion_table,
     "trees": trees_measured,
     "trees-predicted": trees_predicted,

@@ -36,7 +36,7 @@ from longctx.planning.plan import Plan
 from longctx.planning.tree import ROOT, BlockTree
 
 if TYPE_CHECKING:
-    from longctx.data.sampler import Piece
+    from longctx.data.pieces import Piece
     from longctx.data.store.store import Store
 
 LEAST_LEVEL = 1e-3

@@ -17,8 +17,8 @@ import numpy as np
 from longctx.data import IGNORED_LABEL
 from longctx.data.mixture import Order, make_steps
 from longctx.data.packing import StepBatch, pack
-from longctx.data.position import DataIdentity, positions
-from longctx.data.sampler import Piece
+from longctx.data.pieces import Piece
+from longctx.data.position import DataIdentity, order_of, positions
 from longctx.data.store.store import Store
 from longctx.data.trees import Merged, merge_prefixes
 from longctx.planning.plan import Plan, PlanError
@@ -98,6 +98,7 @@ class Loader(Iterator[StepBatch]):
         rank."""
         state = {
             **self._identity.values,
+            "order": self.sampler.order,
             "step": self._step,
             **self.sampler.state(self._cursor),
         }
@@ -112,13 +113,16 @@ class Loader(Iterator[StepBatch]):
         Raises LoaderError naming all differences if the cursor would mean other documents here.
         """
         state = self._identity.checked(state, self._identity.values)
+        order = order_of(state)
         self._discard()
+        self.sampler.use_order(order)
         self._step = int(state["step"])
         self._cursor = self.sampler.cursor(state)
         self._earlier = state.get("earlier", {})
 
     def continue_from(self, state: dict[str, Any]) -> None:
-        """Continues after a saved position of another run, which may have used other documents.
+        """Continues after a saved position of another run, which may have used other documents, in
+        its order of epochs.
 
         A store continues where it stopped if its pieces and its role (alone or in a mix) are
         unchanged. Any other store that was read before begins its next epoch, so that it does not
@@ -126,6 +130,7 @@ class Loader(Iterator[StepBatch]):
         documents differs.
         """
         state = self._identity.checked(state, ("seed", "held_out"))
+        order = order_of(state)
         seen = {**state.get("earlier", {}), **positions(state)}
         here = positions(self.state_dict())
         cursors: list[int | None] = []
@@ -136,6 +141,7 @@ class Loader(Iterator[StepBatch]):
             cursors.append(earlier["cursor"] if earlier and continues else None)
             epochs.append(earlier["epoch"] + 1 if earlier else 0)
         self._discard()
+        self.sampler.use_order(order)
         self._step = int(state["step"])
         self._cursor = self.sampler.resume_cursor(cursors, epochs)
         self._earlier = {
@@ -235,7 +241,7 @@ def read_step(
 ) -> StepBatch:
     """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
     targets = [store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
-    weights = [float(store.weights[piece.document]) for piece in pieces]
+    weights = [store.weight(piece.document) for piece in pieces]
     amounts: Sequence[float] = targets
     if store.weighted:
         amounts = [
@@ -323,7 +329,7 @@ class Names(Sequence[str]):
 
 def _name(store: Store, piece: Piece) -> str:
     name = store.name(piece.document)
-    whole = piece.length == store.lengths[piece.document]
+    whole = piece.length == store.length(piece.document)
     if whole:
         return name
     return f"{name}[{piece.start}:{piece.stop}]"

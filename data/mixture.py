@@ -9,14 +9,14 @@ of ranks.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
-from longctx.data.sampler import MOST_EPOCHS, Piece, Sampler, SamplerError, held_out
-from longctx.data.store.store import Source, Store
+from longctx.data.orders import ORDER
+from longctx.data.pieces import LeftOut, Piece, SamplerError
+from longctx.data.sampler import MOST_EPOCHS, Sampler
+from longctx.data.store.store import Store
 
 Place = tuple[int, int]
 """Cursor of a store's own sampler, and number of tokens taken from the store."""
@@ -24,38 +24,47 @@ Place = tuple[int, int]
 
 class Order(TypedDict):
     """What decides the documents of every step, see `Sampler`; the share `held_out_share` is in no
-    step, see `held_out`."""
+    step, see `HeldOut`."""
 
     global_tokens: int
     seed: int
     max_length: int
     long_documents: NotRequired[str | None]
     held_out_share: NotRequired[float]
+    order: NotRequired[str]
 
 
 def make_steps(store: Store, **order: Unpack[Order]) -> "Steps":
     """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
     share = order.get("held_out_share")
-    global_tokens = order["global_tokens"]
-    left_out = held_out(store.names, share) if share else np.zeros(len(store), np.bool_)
-    sampler = partial(
-        Sampler,
-        store,
-        seed=order["seed"],
-        max_length=order["max_length"],
-        long_documents=order.get("long_documents"),
-    )
+
+    def make(source: int, global_tokens: int, stream: Sequence[int]) -> Sampler:
+        left_out: LeftOut | None = None
+        if share:
+            left_out = store.held_out(source, share)
+        return Sampler(
+            store,
+            global_tokens=global_tokens,
+            seed=order["seed"],
+            max_length=order["max_length"],
+            long_documents=order.get("long_documents"),
+            source=source,
+            left_out=left_out,
+            stream=stream,
+            order=order.get("order", ORDER),
+        )
+
     if len(store.sources) > 1:
-        return Mixture(store, sampler, left_out, global_tokens)
-    return sampler(global_tokens=global_tokens, left_out=left_out)
+        return Mixture(store, make, order["global_tokens"])
+    return make(0, order["global_tokens"], ())
 
 
 class Mixture:
     """Steps over several stores, of at least `global_tokens` tokens each; documents are numbered
     across all stores.
 
-    `make_sampler` makes the steps of one store; no step takes the documents that are `left_out`,
-    bool `[documents]`.
+    `make_sampler` makes the steps of a store, by its number, with at least so many tokens, in an
+    order of this stream of random numbers.
 
     Attributes:
         samplers: one sampler per store, with one piece per step.
@@ -65,22 +74,19 @@ class Mixture:
     def __init__(
         self,
         store: Store,
-        make_sampler: Callable[..., Sampler],
-        left_out: npt.NDArray[np.bool_],
+        make_sampler: Callable[[int, int, Sequence[int]], Sampler],
         global_tokens: int,
     ) -> None:
-        def make(source: Source) -> Sampler:
-            others = np.ones(len(store), np.bool_)
-            documents = slice(source.documents.start, source.documents.stop)
-            others[documents] = left_out[documents]
+        def make(number: int) -> Sampler:
+            source = store.sources[number]
             stream = np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist()
             try:
-                return make_sampler(global_tokens=1, left_out=others, stream=stream)
+                return make_sampler(number, 1, stream)
             except SamplerError as error:
                 raise SamplerError(f"store {source.path}: {error}") from error
 
         self.sources = store.sources
-        self.samplers = [make(source) for source in store.sources]
+        self.samplers = [make(number) for number in range(len(store.sources))]
         weights = [
             source.amount * (sampler.tokens if source.unit == "epochs" else 1)
             for source, sampler in zip(store.sources, self.samplers, strict=True)
@@ -96,6 +102,16 @@ class Mixture:
                     f"{MOST_EPOCHS} times; lower its weight or batch.global_tokens, or prepare "
                     "more text"
                 )
+
+    @property
+    def order(self) -> str:
+        """Name of the order of an epoch, of all stores."""
+        return self.samplers[0].order
+
+    def use_order(self, name: str) -> None:
+        """Takes another order of every epoch, of all stores."""
+        for sampler in self.samplers:
+            sampler.use_order(name)
 
     def lines(self, tokens: int) -> list[str]:
         """Returns one line per store: its size, its share, and its epochs in `tokens` tokens of the

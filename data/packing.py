@@ -22,7 +22,7 @@ from longctx.planning.layout import CrossLayout, Layout, Span
 from longctx.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from longctx.data.sampler import Piece
+    from longctx.data.pieces import Piece
     from longctx.data.store.store import Store
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor

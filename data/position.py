@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx.data.mixture import Order
+from longctx.data.orders import EARLIER_ORDER, ORDERS
 from longctx.data.store.store import Store
 from longctx.errors import UserError
 
@@ -28,6 +29,18 @@ differ."""
 
 class LoaderError(UserError):
     """A saved state that does not match this loader."""
+
+
+def order_of(state: Mapping[str, Any]) -> str:
+    """Returns the order of an epoch in which a saved state counts; a run keeps it, and so does one
+    that continues it. Raises LoaderError for one that is not known here."""
+    order = state.get("order", EARLIER_ORDER)
+    if order not in ORDERS:
+        raise LoaderError(
+            f"the documents of the saved state are in the order {order!r}, but this longctx has "
+            f"{', '.join(ORDERS)}: resume with the version that saved it, or start a new run"
+        )
+    return str(order)
 
 
 @dataclass(frozen=True)

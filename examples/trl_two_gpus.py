@@ -23,8 +23,8 @@ arguments = SFTConfig(
     bf16=True,
     model_init_kwargs={"dtype": "bfloat16"},
     gradient_checkpointing=True,
-    fsdp="full_shard auto_wrap",
-    fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
+    fsdp=True,
+    fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
     logging_steps=1,
 )
 trainer = SFTTrainer(

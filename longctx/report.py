@@ -28,7 +28,7 @@ def print_start(run: Run, trainer: Trainer) -> None:
         *filter(None, [run.changes]),
         *mix_lines(config, trainer.loader.sampler, config.train.steps - begin),
         *lines_on(run.source, config.model.from_pretrained, min(max_length, run.data.longest)),
-        *filter(None, [_dropped(run, max_length)]),
+        *filter(None, [_dropped(run, max_length), waiting(config, trainer)]),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
         sep="\n",
         flush=True,
@@ -63,7 +63,7 @@ def _first_line(run: Run, trainer: Trainer) -> str:
     return (
         f"{parameters} on {run.launch.world_size} ranks "
         f"({computed_by(config, model.spec, run.device.type)}), {start}; {stores} "
-        f"{store.description}: {len(store):,} documents, {int(store.lengths.sum()):,} tokens; run "
+        f"{store.description}: {len(store):,} documents, {store.tokens_in_all:,} tokens; run "
         f"folder {config.train.run_dir}"
     )
 
@@ -72,7 +72,7 @@ def _dropped(run: Run, max_length: int) -> str:
     """Returns a line on documents that are dropped or truncated, as they are too long; empty if
     there are none."""
     store = run.data.store
-    dropped = int((store.lengths > max_length).sum())
+    dropped = store.longer_than(max_length)
     done = {
         "drop": "dropped",
         "truncate_left": "cut at their beginning",
@@ -81,6 +81,17 @@ def _dropped(run: Run, max_length: int) -> str:
     if done is None or not dropped:
         return ""
     return f"{dropped:,} of {len(store):,} documents are {done}: longer than {max_length:,} tokens"
+
+
+def waiting(config: Config, trainer: Trainer) -> str:
+    """Returns a line on an optimizer that the host of a GPU waits before; empty for others."""
+    if trainer.ahead or trainer.mesh.device.type == "cpu":
+        return ""
+    if config.train.offload_optimizer:
+        setting = "train.offload_optimizer"
+    else:
+        setting = f"optimizer.name {config.optimizer.name}"
+    return f"every step waits for its gradient norm before the update, because of {setting}"
 
 
 def print_end(config: Config, step: int, *, trained: bool) -> None:

@@ -22,6 +22,7 @@ from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import join_run
 from longctx.training.checks import check_beginning, checks_before_joining, notes_on
+from longctx.training.data import with_steps
 from longctx.training.described import ProfilesDiffer
 from longctx.training.health import NonFiniteLoss
 from longctx.training.run import Run
@@ -168,7 +169,8 @@ def _prepare(
         raise UserError(
             f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}"
         )
-    run = Run.open(config, rewinds=step is not None, traced=traced)
+    asked = config
+    run = Run.open(asked, rewinds=step is not None, traced=traced)
     config = run.config
     raise_together(checks_before_joining(run))
     check_memory(run)  # plans steps, which needs settings and data that go together
@@ -183,7 +185,9 @@ def _prepare(
     if saved is None and continued is not None:
         saved, damaged = checkpoint.to_continue(continued, config.train.steps)
         notes += damaged
-    run = replace(run, checkpoint=saved)
+    if saved is not None:
+        config = with_steps(asked, run.data.store, run.launch.world_size, begun=saved)
+    run = replace(run, checkpoint=saved, config=config)
     _print_on_rank_0(run, [*notes, *check_beginning(run), *notes_on(config, run.device)])
     return run
 

@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_iter
 
 import longctx
 from longctx.attention import host_to_device, operator, ulysses
-from longctx.parallel.timing import Clock
-from tests.training_cases import start
+from longctx.parallel.sharding import local_part
+from longctx.parallel.timing import Spans
+from tests.training_cases import optimizer_of_gpus, start
 
 CODE = Path(longctx.__file__).parent
 OPERATORS: dict[str, Any] = {
@@ -159,7 +160,7 @@ class HostWaits(TorchDispatchMode):
             patch(torch.Tensor, name, self._read(name, getattr(torch.Tensor, name)))
         for name in MADE:
             patch(torch, name, self._made(getattr(torch, name)))
-        patch(Clock, "take", self._taken(Clock.take))
+        patch(Spans, "seconds", self._timed(Spans.seconds))
         patch(torch.Tensor, "to", self._copy("to", torch.Tensor.to))
         for name in ("tensor", "as_tensor"):
             patch(torch, name, self._copy(name, getattr(torch, name)))
@@ -190,14 +191,14 @@ class HostWaits(TorchDispatchMode):
 
         return make
 
-    def _taken(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Notes where a clock is read, which waits for the stream of a GPU."""
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes where times are read, which waits for a GPU."""
 
-        def take(clock: Clock) -> Any:
+        def timed(spans: Spans) -> Any:
             self.note("clock")
-            return original(clock)
+            return original(spans)
 
-        return take
+        return timed
 
     def _copy(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Notes copies from pageable memory to the device: only `copy_to` pins it first."""
@@ -237,6 +238,45 @@ def waits_of_a_step(store: Path, run: Path, settings: list[str]) -> set[str]:
             trainer.step()
     assert watch.on_device
     return watch.found
+
+
+def waits_of_the_loop(store: Path, run: Path, settings: list[str]) -> tuple[set[str], set[str]]:
+    """Returns the waits of a step in the training loop, with the optimizer of GPUs: from the end of
+    backward to that of the optimizer, and after it."""
+    with optimizer_of_gpus():
+        trainer = start(store, run, [*settings, "train.steps=4", "checkpoint.every=null"])
+    assert trainer.ahead
+    watch, watching, marks = HostWaits(), ExitStack(), dict[str, set[str]]()
+    backward, settle = trainer.runner.forward_backward, trainer._settle_due
+
+    def ran(batch: Any) -> Any:
+        losses = backward(batch)
+        if batch.step == 3:
+            everything = itertools.chain(trainer.model.parameters(), trainer.model.buffers())
+            watching.enter_context(watch.watching(everything))
+            for parameter in trainer.model.parameters():
+                if parameter.grad is not None:
+                    watch.mark(local_part(parameter.grad))
+            watch.mark(losses)
+            watch.mark(trainer._queued[0].sums._numbers._copy)
+        return losses
+
+    def settled() -> Any:
+        if trainer.steps_done == 3:
+            marks["between"] = set(watch.found)
+            watch.found.clear()
+        metrics = settle()
+        if trainer.steps_done == 3:
+            assert metrics is None and len(trainer._queued) == 1
+            marks["later"] = set(watch.found)
+            watching.close()
+        return metrics
+
+    trainer.runner.forward_backward = ran  # type: ignore[method-assign]
+    trainer._settle_due = settled  # type: ignore[method-assign]
+    assert trainer.train()
+    assert watch.on_device
+    return marks["between"], marks["later"]
 
 
 def waits_of_a_trainer(trainer: Any) -> set[str]:

@@ -28,10 +28,11 @@ from longctx.parallel.mesh import make_groups
 from longctx.parallel.pipeline import _WatchedStage
 from longctx.parallel.sharding import reduce_gradients
 from longctx.planning.layout import Layout
+from longctx.training import runner
 from longctx.training.assembly import assemble
 from longctx.training.build import sizes_of_groups
 from longctx.training.metrics import StepMetrics
-from longctx.training.optimizer import learning_rate
+from longctx.training.optimizer import learning_rate, make_optimizer
 from longctx.training.run import Run
 from longctx.training.runner import ModelRunner
 from longctx.training.saved import checkpoint
@@ -132,6 +133,23 @@ def start(
     run.mkdir(parents=True, exist_ok=True)
     found = checkpoint.newest(run)[0] if resume else None
     return assemble(Run.open(config, checkpoint=found, traced=traced), mesh)
+
+
+@contextmanager
+def optimizer_of_gpus() -> Iterator[None]:
+    """Within this block trainers get fused AdamW, as on a GPU."""
+
+    def fused(
+        model: Any, settings: Any, device: torch.device, stage: Any = None
+    ) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(model, settings, device, stage=stage)
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        return optimizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "make_optimizer", fused)
+        yield
 
 
 def train(

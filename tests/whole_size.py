@@ -109,7 +109,7 @@ class MadeOnHost(TorchFunctionMode):
 
 
 class FakeHostWaits(HostWaits):
-    """Counts as the device's what is fake. A number that the host reads from it is 1."""
+    """Counts as the device's what is fake. All numbers that the host reads from it are 1."""
 
     def __init__(self, fake: FakeDevice) -> None:
         super().__init__()
@@ -128,7 +128,8 @@ class FakeHostWaits(HostWaits):
     def value(
         self, name: str, tensor: torch.Tensor, original: Any, *arguments: Any, **named: Any
     ) -> Any:
-        return {"__float__": 1.0, "item": 1}[name]
+        read = {"__float__": 1.0, "__bool__": True, "item": 1}
+        return read[name] if name in read else torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 class Live(TorchDispatchMode):

@@ -247,8 +247,8 @@ class Corpus:
             return
         if slice_.is_span:
             (file,) = slice_.files
-            span = read_span(file, self._name(file), start=slice_.start, stop=slice_.stop)
-            for record in span:
+            span = {"start": slice_.start, "stop": slice_.stop}
+            for record in read_span(file, self._name(file), self.text_column, **span):
                 yield self._document(record, counts, file)
             return
         for file in slice_.files:

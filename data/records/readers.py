@@ -8,6 +8,7 @@ import csv
 import io
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -102,11 +103,18 @@ def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Reco
     yield from _records_of(lines(file), name, str(file))
 
 
-def read_span(file: Path, name: str, *, start: int, stop: int) -> Iterator[Record]:
-    """Reads the lines of a file of JSON Lines that begin at bytes start … stop - 1.
+def read_span(
+    file: Path, name: str, text_column: str | None, *, start: int, stop: int
+) -> Iterator[Record]:
+    """Reads the lines of a file of JSON Lines, or the row groups of a Parquet file, that begin at
+    bytes start … stop - 1.
 
-    The lines of a later span are counted from its start, as nobody knows how many are before it.
+    The lines of a later span are counted from its start, as nobody knows how many are before it;
+    rows are counted from that of the file.
     """
+    if ending_of(file) == ".parquet":
+        yield from _read_table(file, name, text_column, span=range(start, stop))
+        return
     at = f"@{start}" if start else ""
     with file.open("rb") as stream:
         yield from _records_of(lines_in(stream, start, stop), f"{name}{at}", f"{file}{at}")
@@ -231,8 +239,19 @@ def _decoded(content: bytes, where: str) -> str:
         ) from error
 
 
-def _open_table(file: Path) -> tuple[Any, int, Callable[..., Any]]:
-    """Returns the schema of a table, the number of rows, and what makes batches of some `columns`.
+class _Table(NamedTuple):
+    """Schema of a table, its number of rows, the first row that is read, and what makes batches of
+    some `columns`."""
+
+    schema: Any
+    in_all: int
+    first: int
+    batches: Callable[..., Any]
+
+
+def _open_table(file: Path, span: range | None) -> _Table:
+    """Opens a table, of a Parquet file the row groups that begin at the bytes of a span (None:
+    all).
 
     An Arrow file may be a stream, as `datasets` writes it; a compressed one is decompressed as a
     whole.
@@ -241,7 +260,10 @@ def _open_table(file: Path) -> tuple[Any, int, Callable[..., Any]]:
 
     if ending_of(file) == ".parquet":
         parquet = pyarrow.parquet.ParquetFile(file.open("rb", PARQUET_BLOCK), pre_buffer=True)
-        return parquet.schema_arrow, parquet.metadata.num_rows, partial(parquet.iter_batches, 256)
+        groups = _groups_in(parquet.metadata, span)
+        first = sum(parquet.metadata.row_group(number).num_rows for number in range(groups.start))
+        read = partial(parquet.iter_batches, 256, row_groups=list(groups))
+        return _Table(parquet.schema_arrow, parquet.metadata.num_rows, first, batches=read)
     if isinstance(file, RemotePath):
         source = pyarrow.PythonFile(file.open("rb"))
     else:
@@ -249,15 +271,36 @@ def _open_table(file: Path) -> tuple[Any, int, Callable[..., Any]]:
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
-    return table.schema, table.num_rows, lambda columns: table.select(columns).to_batches(256)
+
+    def batches(columns: list[str]) -> Any:
+        return table.select(columns).to_batches(256)
+
+    return _Table(table.schema, table.num_rows, 0, batches=batches)
 
 
-def _read_table(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
+def _groups_in(metadata: Any, span: range | None) -> range:
+    """Returns the row groups of a Parquet file that begin at the bytes of a span. Raises ValueError
+    if they are not one behind the other."""
+    begins = []
+    for number in range(metadata.num_row_groups):
+        column = metadata.row_group(number).column(0)
+        begins.append(column.dictionary_page_offset or column.data_page_offset)
+    if span is None:
+        return range(len(begins))
+    if begins != sorted(begins):
+        raise ValueError("its row groups are not in the order of their bytes")
+    return range(bisect_left(begins, span.start), bisect_left(begins, span.stop))
+
+
+def _read_table(
+    file: Path, name: str, text_column: str | None, span: range | None = None
+) -> Iterator[Record]:
     import pyarrow
 
-    row = 0
+    row = first = 0
     try:
-        schema, count, batches = _open_table(file)
+        schema, count, first, batches = _open_table(file, span)
+        row = first
         if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
             raise CorpusError(
                 f"{file} has several columns {twice!r}: columns must have different names"
@@ -289,7 +332,7 @@ def _read_table(file: Path, name: str, text_column: str | None) -> Iterator[Reco
         KeyError,
     ) as error:
         kind = "a Parquet file" if ending_of(file) == ".parquet" else "an Arrow file"
-        where = f"is damaged after row {row - 1}" if row else f"is not {kind}, or damaged"
+        where = f"is damaged after row {row - 1}" if row > first else f"is not {kind}, or damaged"
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 

@@ -1,8 +1,8 @@
 """Slices: parts of a source that are read alone, in the order of the source.
 
-A slice is a run of whole files, or the lines of a large file of JSON Lines that begin in a span of
-its bytes. Slices depend on the sizes of the files alone, so that what is made of each is the same
-whoever makes it.
+A slice is a run of whole files, or what begins in a span of the bytes of a large file: lines of
+JSON, or row groups of Parquet. Slices depend on the sizes of the files alone, so that what is made
+of each is the same whoever makes it.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from longctx.remote import RemotePath
 
 SLICE_BYTES = 256 << 20
 """About how many bytes a slice has, unless one file that is not cut has more."""
-CUT = (".jsonl", ".ndjson")
-"""Endings of files that may be cut where a line begins."""
+CUT = (".jsonl", ".ndjson", ".parquet")
+"""Endings of files that may be cut where a line or a row group begins."""
 _BLOCK = 1 << 20
 
 
@@ -63,7 +63,7 @@ class Slice:
 
 def slices_of(files: Sequence[Path], *, cut: bool) -> list[Slice]:
     """Returns the slices of files that are read one after the other, at least one; large files of
-    JSON Lines are `cut`, or not."""
+    JSON Lines and Parquet are `cut`, or not."""
     slices: list[Slice] = []
     run: list[Path] = []
     size = 0

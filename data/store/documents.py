@@ -1,13 +1,15 @@
 """Documents: those of one store, each found in a record batch of a part, on this machine or in
 object storage."""
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow
 
+from longctx.data.store.held_out import Halves, halves
 from longctx.data.store.index import Index
 
 KEPT_BATCHES = 8
@@ -31,7 +33,7 @@ class Documents:
         self.index = index
         self._parts = parts
         self._schemas = schemas
-        self._firsts = np.ascontiguousarray(index.batches["document"])
+        self._firsts = index.batches["document"]  # searched as it is mapped
         self._open = OrderedDict[int, Any]()
 
     def __len__(self) -> int:
@@ -46,6 +48,19 @@ class Documents:
         if batch.column("length")[row].as_py() != self.index.lengths[document]:
             raise ValueError(f"document {document} is not as long as its index says")
         return batch, row
+
+    @cached_property
+    def name_hashes(self) -> Halves:
+        """Halves of the hashes of all names; of an earlier store, whose index lacks them, all of it
+        is read once."""
+        if self.index.name_hashes is not None:
+            return self.index.name_hashes
+        return halves(name for batch in self.batches() for name in batch.column("name").to_pylist())
+
+    def name(self, document: int) -> str:
+        """Returns the name of a document. Raises ValueError if it is damaged."""
+        batch, row = self.row(document)
+        return str(batch.column("name")[row].as_py())
 
     def batches(self) -> Iterator[Any]:
         """Yields all record batches."""
@@ -74,7 +89,7 @@ class Documents:
         self._parts.fetch([self._span(number) for number in numbers])
 
     def _number(self, document: int) -> int:
-        return int(np.searchsorted(self._firsts, document, side="right")) - 1
+        return bisect_right(self._firsts, document) - 1
 
     def _span(self, number: int) -> tuple[int, int, int]:
         batch = self.index.batches[number]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from longctx.data.store.index import INDEX
+from longctx.data.store.index import HASHES, INDEX
 from longctx.data.store.manifest import (
     MANIFEST,
     TOKENIZER,
@@ -28,8 +28,11 @@ from longctx.own_files import MOVE_AWAY, others, replace
 REQUEST = "request"
 JOIN_LOCK = "join.lock"
 """Lock of the share that puts the store in place."""
-LAYOUT = 7  # version of the files in an unfinished store; other versions cannot be resumed
-NOTES = (REQUEST, "journal*.jsonl", "slice-*", f"{TOKENIZER}.lock", JOIN_LOCK)
+LAYOUT = 8  # version of the files in an unfinished store; other versions cannot be resumed
+NOTES = (
+    *(REQUEST, "journal*.jsonl", "slice-*", f"{TOKENIZER}.lock", JOIN_LOCK),
+    f"data-*{HASHES}",
+)
 """Files for resuming and for sharing the work, removed from a finished store."""
 WAIT_S = 30.0
 """Seconds in which another share is ready to begin."""

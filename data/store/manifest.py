@@ -3,16 +3,17 @@
 
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from longctx.checksums import check_files, persistent, sealed, unsealed
+from longctx.checksums import check_files, persistent, plain_files, sealed, unsealed
 from longctx.data.records.corpus import SourceCounts
 from longctx.data.records.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
-from longctx.pointers import complaint
+from longctx.pointers import MOST_BYTES, complaint
 from longctx.remote import RemotePath
 
 FORMAT = "longctx-store"
@@ -176,10 +177,13 @@ class Manifest(SourceCounts, Counts):
             raise StoreError(
                 f"there is no store at {folder}: make one with {how_to_prepare(folder)}"
             )
-        files = sorted(folder.iterdir())
-        is_remote = isinstance(folder, RemotePath)  # where version control keeps no pointers
-        if not is_remote and (said := complaint(files)):
-            raise StoreError(f"store {folder}: {said}")
+        plain: dict[str, int] = {}
+        if not isinstance(folder, RemotePath):  # where version control keeps no pointers
+            plain = plain_files(folder)
+            large = {name for name, size in plain.items() if size > MOST_BYTES}
+            small = sorted(set(os.listdir(folder)) - large)
+            if said := complaint(folder / name for name in small):
+                raise StoreError(f"store {folder}: {said}")
         if not path.is_file():
             raise StoreError(
                 f"{folder} is not a store: it has no {MANIFEST}; give the folder of a store, or "
@@ -201,7 +205,7 @@ class Manifest(SourceCounts, Counts):
             )
         try:
             manifest = cls(**unsealed(content))
-            check_files(folder, manifest.files, manifest.checksums)
+            check_files(folder, manifest.files, manifest.checksums, plain=plain)
         except (ValueError, TypeError, AttributeError) as error:
             raise damaged(folder, f"{MANIFEST}: {error}") from error
         return manifest

@@ -29,6 +29,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -44,7 +45,8 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.records.tokenizer import Tokenizer
 from longctx.data.store.cache import Cache, CachedParts
 from longctx.data.store.documents import Documents, Parts
-from longctx.data.store.index import INDEX, LENGTHS, Index, write_index
+from longctx.data.store.held_out import HeldOut, halves
+from longctx.data.store.index import BLOCK, INDEX, LENGTHS, Index, write_index
 from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, damaged
 from longctx.data.store.mapped import SMALL, LocalParts, MappedFile
 from longctx.errors import UserError, shell
@@ -92,9 +94,7 @@ class Store:
 
     Attributes:
         sources: the stores that this one consists of; a single store has itself.
-        lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
-        weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by
-            default.
+        tokens_in_all, longest: tokens of all documents, and those of the longest one.
         weighted: whether a document has weights of tokens.
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
     """
@@ -106,6 +106,10 @@ class Store:
         tokenizer: Tokenizer,
         documents: Sequence[Documents],
         sources: Sequence[Source] = (),
+        *,
+        tokens_in_all: int,
+        longest: int,
+        weighted: bool,
     ) -> None:
         self.path = path
         self.manifest = manifest
@@ -120,15 +124,26 @@ class Store:
             self.fingerprint = hashlib.sha256("".join(prints).encode()).hexdigest()
         self._documents = documents
         self._firsts = [source.documents.start for source in self.sources]
-        indices = [each.index for each in documents]
-        self.weighted = any(bool(index.batches["weighted"].any()) for index in indices)
-        self.lengths: Int64Array = _joined([index.lengths for index in indices])
-        self._trained_tokens: Int64Array | None = None
-        if any(index.trained_tokens is not None for index in indices):
-            self._trained_tokens = _joined([index.targets() for index in indices])
-        self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(self.lengths))
-        if any(index.weights is not None for index in indices):
-            self.weights = _joined([index.all_weights() for index in indices])
+        self.tokens_in_all = tokens_in_all
+        self.longest = longest
+        self.weighted = weighted
+
+    @cached_property
+    def lengths(self) -> Int64Array:
+        """Tokens per document, including the end-of-document token, int64 `[documents]`; 8 bytes a
+        document once they are asked for."""
+        return np.concatenate([each.index.lengths_of(slice(None)) for each in self._documents])
+
+    @cached_property
+    def trained_tokens(self) -> Int64Array:
+        """Targets per document, int64 `[documents]`; 8 bytes a document once they are asked for."""
+        return np.concatenate([each.index.targets_of(slice(None)) for each in self._documents])
+
+    @cached_property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """Weight of each target of a document in the loss, float64 `[documents]`; 1 by default; 8
+        bytes a document once they are asked for."""
+        return np.concatenate([each.index.weights_of(slice(None)) for each in self._documents])
 
     @classmethod
     def open(cls, path: Path | str, *, cache: Cache | None = None) -> "Store":
@@ -156,7 +171,16 @@ class Store:
         if len(index.lengths) != manifest.documents:
             raise _of_another_store(path)
         schemas = store_schema(used), store_schema(used, weighted=True)
-        return cls(path, manifest, used, [Documents(index, parts, schemas)])
+        documents = Documents(index, parts, schemas)
+        return cls(
+            path,
+            manifest,
+            used,
+            [documents],
+            tokens_in_all=manifest.tokens,
+            longest=manifest.longest_length or int(index.lengths.max(initial=0)),
+            weighted=manifest.weighted_documents > 0,
+        )
 
     @classmethod
     def join(
@@ -195,24 +219,74 @@ class Store:
         ]
         documents = [each for store in stores for each in store._documents]
         return cls(
-            first.path, first.manifest, first.tokenizer, documents=documents, sources=sources
+            first.path,
+            first.manifest,
+            first.tokenizer,
+            documents=documents,
+            sources=sources,
+            tokens_in_all=sum(store.tokens_in_all for store in stores),
+            longest=max(store.longest for store in stores),
+            weighted=any(store.weighted for store in stores),
         )
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.sources[-1].documents.stop
 
-    @property
-    def trained_tokens(self) -> Int64Array:
-        """Targets per document, int64 `[documents]`."""
-        if self._trained_tokens is None:
-            return self.lengths - 1
-        return self._trained_tokens
+    def size(self, source: int) -> int:
+        """Returns the number of documents of a store of `sources`."""
+        return len(self.sources[source].documents)
 
-    @property
-    def partly_trained(self) -> npt.NDArray[np.bool_]:
-        """Documents of which some tokens have no loss, as of conversations, bool `[documents]`."""
-        partly: npt.NDArray[np.bool_] = self.trained_tokens < self.lengths - 1
-        return partly
+    def first(self, source: int) -> int:
+        """Returns the number of the first document of a store of `sources`."""
+        return self.sources[source].documents.start
+
+    def columns(self, source: int, which: Any) -> tuple[Int64Array, Int64Array]:
+        """Returns lengths and targets of documents of a store of `sources`, where they are numbered
+        from 0, of a slice of them or of an array of their numbers."""
+        index = self._documents[source].index
+        return index.lengths_of(which), index.targets_of(which)
+
+    def groups(self, source: int) -> npt.NDArray[Any] | None:
+        """Returns what is known of groups of documents of a store of `sources`, GROUPS `[groups]`;
+        None of an earlier one."""
+        return self._documents[source].index.groups
+
+    def held_out(self, source: int, share: float) -> HeldOut:
+        """Returns which documents of a store of `sources` are held out for evaluation. Raises
+        StoreError for an earlier store in object storage, all of which would be fetched."""
+        documents = self._documents[source]
+        path = self.sources[source].path
+        if documents.index.name_hashes is None and isinstance(path, RemotePath):
+            raise StoreError(
+                f"store {path} was prepared before documents could be held out in object storage: "
+                "prepare it again, set eval.store and data.held_out 0, or copy it to a folder of "
+                "this machine"
+            )
+        return HeldOut(documents.name_hashes, documents.name, share)
+
+    def length(self, document: int) -> int:
+        """Returns the tokens of a document."""
+        index, number = self._known(document)
+        return int(index.lengths[number])
+
+    def longer_than(self, tokens: int) -> int:
+        """Returns the number of documents with more tokens."""
+        count = 0
+        for source in range(len(self.sources)):
+            for start in range(0, self.size(source), BLOCK):
+                lengths, _ = self.columns(source, slice(start, start + BLOCK))
+                count += int((lengths > tokens).sum())
+        return count
+
+    def weight(self, document: int) -> float:
+        """Returns the weight of each target of a document in the loss."""
+        index, number = self._known(document)
+        return float(index.weights_of(np.array([number]))[0])
+
+    def _known(self, document: int) -> tuple[Index, int]:
+        """Returns the index of the store that a document is in, and its number there."""
+        source = self._source(document)
+        return self._documents[source].index, document - self._firsts[source]
 
     @property
     def description(self) -> str:
@@ -220,12 +294,7 @@ class Store:
 
     @property
     def names(self) -> Iterator[str]:
-        if any(isinstance(source.path, RemotePath) for source in self.sources):
-            raise StoreError(
-                f"the names of all documents of {self.description} are asked for, as data.held_out "
-                "does, which would fetch all of it: set eval.store and data.held_out 0, or copy "
-                "the store to a folder of this machine"
-            )
+        """Names of all documents; reads all of them."""
         for documents in self._documents:
             for batch in documents.batches():
                 yield from batch.column("name").to_pylist()
@@ -279,11 +348,11 @@ class Store:
         (default: the document's length), else -100. Only this span and one more token are read from
         disk.
         """
-        end = int(self.lengths[document]) if end is None else end
-        if not 0 <= start <= stop <= end <= self.lengths[document]:
+        length = self.length(document)
+        end = length if end is None else end
+        if not 0 <= start <= stop <= end <= length:
             raise IndexError(
-                f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop} "
-                f"before {end}"
+                f"document {document} has {length} tokens: no span {start}:{stop} before {end}"
             )
         after = min(stop + 1, end)  # one more token, for the last label
         tokens, trained = self._read(document, start, after)
@@ -296,10 +365,9 @@ class Store:
     ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Reads tokens, int64 `[stop - start]`, of a span of a document, and which of them may be
         targets."""
-        if not 0 <= start <= stop <= self.lengths[document]:
-            raise IndexError(
-                f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop}"
-            )
+        length = self.length(document)
+        if not 0 <= start <= stop <= length:
+            raise IndexError(f"document {document} has {length} tokens: no span {start}:{stop}")
         return self._read(document, start, stop)
 
     def token_weights(self, document: int, start: int, stop: int) -> npt.NDArray[np.float32] | None:
@@ -317,10 +385,11 @@ class Store:
     def target_tokens(self, document: int, start: int, stop: int) -> int:
         """Returns the number of targets of the span start … stop - 1 as a separate document, whose
         first token is no target."""
-        if stop - start == self.lengths[document]:
-            if self._trained_tokens is None:
+        index, number = self._known(document)
+        if stop - start == index.lengths[number]:
+            if index.trained_tokens is None:
                 return stop - start - 1
-            return int(self._trained_tokens[document])
+            return int(index.trained_tokens[number])
         if stop > start + 1:
             return int(self._trained(document, start + 1, stop).sum())
         return 0
@@ -328,20 +397,10 @@ class Store:
     def has_targets(
         self, documents: Int64Array, starts: Int64Array, stops: Int64Array
     ) -> npt.NDArray[np.bool_]:
-        """Returns which of these spans have a target as separate documents; reads those that are
-        parts of conversations."""
-        has_target: npt.NDArray[np.bool_] = stops - starts > 1
-        if self._trained_tokens is None:
-            return has_target
-        whole = stops - starts == self.lengths[documents]
-        has_target[whole] = self.trained_tokens[documents[whole]] > 0
-        for place in np.flatnonzero(
-            has_target & ~whole & (self.trained_tokens < self.lengths - 1)[documents]
-        ):
-            has_target[place] = (
-                self.target_tokens(int(documents[place]), int(starts[place]), int(stops[place])) > 0
-            )
-        return has_target
+        """Returns which of these spans have a target as separate documents; reads them."""
+        spans = zip(documents.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        counts = [self.target_tokens(*span) for span in spans]
+        return np.array(counts) > 0
 
     def _read(
         self, document: int, start: int, stop: int
@@ -394,13 +453,6 @@ class Store:
         return self.sources[self._source(document)].path
 
 
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Returns the values of several stores; those of a single one as they are mapped."""
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate(arrays)
-
-
 def _of_another_store(path: Path) -> StoreError:
     return StoreError(
         f"store {path} has files of another store: prepare it again with `longctx prepare "
@@ -434,10 +486,13 @@ def _local(path: Path, manifest: Manifest) -> tuple[Index, Parts]:
 
 def _check_totals(index: Index, manifest: Manifest, parts: LocalParts) -> None:
     """Raises ValueError if the documents do not add up to what the manifest says."""
-    totals = {"length": (index.lengths, manifest.tokens)}
-    totals["trained_tokens"] = (index.targets(), manifest.trained_tokens)
-    for column, (values, total) in totals.items():
-        actual = int(values.sum())
+    tokens = int(index.lengths.sum(dtype=np.int64))
+    targets = tokens - len(index.lengths)
+    if index.trained_tokens is not None:
+        targets = int(index.trained_tokens.sum(dtype=np.int64))
+    totals = {"length": (tokens, manifest.tokens)}
+    totals["trained_tokens"] = (targets, manifest.trained_tokens)
+    for column, (actual, total) in totals.items():
         if actual != total:
             raise ValueError(parts.damage() or f"{column} adds up to {actual:,}, not {total:,}")
 
@@ -468,12 +523,23 @@ class Lengths(Store):
 
     def __init__(self, lengths: Sequence[int], description: str, vocab_size: int) -> None:
         self.lengths = np.array(lengths, dtype=np.int64)
-        self._trained_tokens = np.maximum(self.lengths - 1, 0)
+        self.trained_tokens = np.maximum(self.lengths - 1, 0)
+        self.tokens_in_all = int(self.lengths.sum())
+        self.longest = int(self.lengths.max(initial=0))
         self.path = Path(description)
         self.sources = (Source(self.path, "", range(len(self.lengths))),)
         self.tokenizer = cast(Tokenizer, SimpleNamespace(vocab_size=vocab_size))
         self.weighted = False
         self._firsts = [0]
+
+    def columns(self, source: int, which: Any) -> tuple[Int64Array, Int64Array]:
+        return self.lengths[which], self.trained_tokens[which]
+
+    def groups(self, source: int) -> None:
+        return None
+
+    def held_out(self, source: int, share: float) -> HeldOut:
+        return HeldOut(halves(self.names), self.name, share)
 
     @property
     def names(self) -> Iterator[str]:

@@ -23,6 +23,8 @@ from longctx.data.records.formats import Document
 from longctx.data.records.slices import Slice
 from longctx.data.records.tokenizer import Tokenizer, TokenWeights
 from longctx.data.store.encode import EncodedDocument, Encoder
+from longctx.data.store.held_out import halves
+from longctx.data.store.index import HASHES
 from longctx.data.store.manifest import Counts
 from longctx.data.store.store import store_schema
 
@@ -188,6 +190,7 @@ class _PartWriter:
         self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
         self._source_bytes = 0.0
+        self._hashes = [halves(())]
         self.counts = Counts()
 
     def write(self, documents: Sequence[Document], given: Sequence[Row]) -> None:
@@ -197,6 +200,7 @@ class _PartWriter:
         self.counts += Counts(dropped_documents=len(given) - len(rows))
         if not rows:
             return
+        self._hashes.append(halves(row.document.name for row in rows))
         masks = [row.trained for row in rows]
         targets = [
             len(row.tokens) - 1 if row.trained is None else int(np.count_nonzero(row.trained[1:]))
@@ -245,6 +249,7 @@ class _PartWriter:
         )
 
     def finish(self) -> Part:
+        np.save(self._file.with_suffix(HASHES), np.concatenate(self._hashes))
         self._stream.close()
         self._sink.close()
         return Part(

@@ -170,7 +170,7 @@ def _run_lines(
     epoch = ""
     if isinstance(steps, Sampler):
         epoch = (
-            f" (an epoch has {steps_of_epochs(1.0, steps):,}, of {store.lengths.sum():,} tokens)"
+            f" (an epoch has {steps_of_epochs(1.0, steps):,}, of {store.tokens_in_all:,} tokens)"
         )
     yield (
         f"run        {run.config.train.steps:,} steps{epoch}, times as of the steps above, "

@@ -100,7 +100,7 @@ def _estimate_trl(arguments: argparse.Namespace) -> None:
         print(json.dumps(_verdict_json(predicted.verdict, ranks)))
         return
     used = predicted.documents
-    longest = min(predicted.config.max_length(ranks), int(used.lengths.max()))
+    longest = min(predicted.config.max_length(ranks), used.longest)
     print("\n".join(predicted.lines()))
     print(f"steps of {used.description}, of {config.batch.global_tokens:,} tokens")
     for line in lines_on(source, config.model.from_pretrained, longest):
@@ -136,7 +136,7 @@ def _estimate(arguments: argparse.Namespace) -> None:
     else:
         _print_run(predicted, of_run, documents)
         _print_choices(choices, predicted.verdict, all_of_them=arguments.all)
-        longest = min(config.max_length(ranks), int(documents.lengths.max()))
+        longest = min(config.max_length(ranks), documents.longest)
         for line in lines_on(source, config.model.from_pretrained, longest):
             print(line)
         print("not counted: the process, its libraries and memory fragmentation")
@@ -211,6 +211,8 @@ def _verdict_json(verdict: "Verdict", ranks: int) -> dict[str, Any]:
         "available": verdict.available,
         "step_s": verdict.step_s,
         "step_tokens": verdict.step_tokens,
+        "tokens_per_s": verdict.tokens_per_s,
+        "mfu": verdict.mfu,
     }
 
 

@@ -93,7 +93,7 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
     config = target.config
     if arguments.store is not None:
         store = Store.open(arguments.store)
-        max_length = target.max_length(world_size, int(store.lengths.max()))
+        max_length = target.max_length(world_size, store.longest)
         return Documents.choose(config, store, max_length, arguments.documents)
     if target.checkpoint is None or (config.eval.store is None and not config.data.held_out):
         raise UserError(
@@ -103,7 +103,7 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
     first = arguments.documents or config.eval.documents
     config = config.changed({"eval.documents": first, "eval.every": config.eval.every or 1})
     data = RunData.open(config)
-    longest = int((data.validation or data.store).lengths.max())
+    longest = (data.validation or data.store).longest
     return validation_documents(config, data, target.max_length(world_size, longest))
 
 

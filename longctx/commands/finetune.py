@@ -323,8 +323,8 @@ def _defaults(
     """
     from longctx.parallel.device import choose_device
 
-    tokens = int(store.lengths.sum())
-    longest = int(store.lengths.max())
+    tokens = store.tokens_in_all
+    longest = store.longest
     step = max(longest, min(65536, math.ceil(arguments.epochs * tokens) // FEWEST_STEPS))
     if "global_tokens" in chosen.batch.model_fields_set:
         step = chosen.batch.global_tokens
@@ -382,7 +382,7 @@ def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, lo
 
 
 def _summary(config: Config, store: "Store", ranks: int) -> str:
-    share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
+    share = int(store.trained_tokens.sum()) / max(1, store.tokens_in_all)
     return (
         f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens "
         f"({share:.0%} with loss) on {ranks} ranks; peak learning rate "

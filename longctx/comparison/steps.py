@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from longctx.comparison.baselines import best_single_degree, check_fixed_degree
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.modelled import Case
-from longctx.data.sampler import Sampler, SamplerError
+from longctx.data.pieces import SamplerError
+from longctx.data.sampler import Sampler
 from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.planning.check import check_lengths, check_settings
@@ -125,9 +126,7 @@ def store_source(
         f"the first {'step' if steps == 1 else _steps(steps)} of {path}, a store of "
         f"{len(store):,} documents, seed {seed}"
     )
-    return LengthSource(
-        words, draw, longest=int(store.lengths.max()), seed=seed, data_set=store.lengths
-    )
+    return LengthSource(words, draw, longest=store.longest, seed=seed, data_set=store.lengths)
 
 
 def first_lengths(sampler: Sampler, count: int) -> list[list[int]]:

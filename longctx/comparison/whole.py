@@ -19,7 +19,7 @@ from longctx.planning.cost.bounds import fewest_micro_batches
 from longctx.planning.cost.model import alone_ns, score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.packing import emptiest_first
+from longctx.planning.planners.list_scheduling import emptiest_first
 
 MAP_BATCH = 1000
 """Documents that TRL packs together: a batch of `datasets.map`."""

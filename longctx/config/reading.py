@@ -16,7 +16,8 @@ from longctx.config.removed import RUN_HEADER, of_today
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
 from longctx.config.settings import LARGEST, LORA_RATE
-from longctx.paths import local_path
+from longctx.paths import expanded, local_path
+from longctx.planning.hardware_profile import shipped_profiles
 from longctx.safe_yaml import YamlError, parse, read_text
 
 Values = dict[str, Any]
@@ -48,7 +49,11 @@ def load(
     underscores, and the last override wins. With `world_size` (the number of processes) the rules
     that depend on it are checked as well. Raises ConfigError with all problems at once.
     """
-    values = {} if path is None else _read(local_path(path))
+    values = {}
+    if path is not None:
+        file = local_path(path)
+        values = _read(file)
+        _find_profile_beside(file, values)
     for section, settings in (defaults or {}).items():
         own_values = values.setdefault(section, {})
         if isinstance(own_values, dict):
@@ -119,6 +124,18 @@ def _read(path: Path) -> Values:
     if RUN_HEADER.match(text):
         return of_today(by_section)
     return by_section
+
+
+def _find_profile_beside(file: Path, values: Values) -> None:
+    """Replaces a `context.profile` that is not in the working directory by the file of that name
+    beside the configuration file, if there is one."""
+    context = values.get("context")
+    if not isinstance(context, dict) or not isinstance(context.get("profile"), str):
+        return
+    name = expanded(context["profile"])
+    beside = file.parent / name
+    if name not in shipped_profiles() and not Path(name).is_file() and beside.is_file():
+        context["profile"] = str(beside)
 
 
 def _whole(value: Any) -> Any:

@@ -319,9 +319,10 @@ class ContextSection(Section):
     bins: dict[Count, Ranks] | None = None
     """table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"""
     profile: PathOrName | None = None
-    """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file;
-    constants are scaled to the model and parallel sizes of the run (null: the shipped one for the
-    device by its name, cpu-2core on a CPU; for a GPU without one h100-nvlink-ib, with a warning)"""
+    """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file, in
+    the working directory or beside the configuration file; constants are scaled to the model and
+    parallel sizes of the run (null: the shipped one for the device by its name, cpu-2core on a CPU;
+    for a GPU without one h100-nvlink-ib, with a warning)"""
     max_remote_tokens: Count | None = None
     """split the exchange of K and V into rounds of at most about this many remote tokens; fewer
     tokens need less memory and more rounds (null: as many rounds as hide the exchange best). Two

@@ -95,9 +95,9 @@ class RouterWatch:
         return scores / scores.sum(1, keepdim=True)
 
     @torch.no_grad()
-    def move_bias(self, counts: torch.Tensor, rate: float) -> None:
-        """Adds `rate` to the bias of experts with fewer tokens than the mean of `counts` [experts],
-        subtracts it of others."""
+    def move_bias(self, counts: torch.Tensor, rate: float | torch.Tensor) -> None:
+        """Adds `rate`, a number or a tensor [], to the bias of experts with fewer tokens than the
+        mean of `counts` [experts], subtracts it of others."""
         if self.bias is not None:
             module, name = self.bias
             bias = getattr(module, name)

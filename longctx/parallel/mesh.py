@@ -23,6 +23,8 @@ from longctx.parallel.peers import Peers
 
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 """Public from torch 2.15 on."""
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name from torch 2.13 on, and the one before."""
 AXES = ("pp", "tp", "dp_cp")
 NO_DIGEST = -1
 """Number of a digest that a rank does not have yet."""
@@ -121,6 +123,25 @@ class Mesh:
         rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.world_size)]
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.control)
         return torch.stack(rows)
+
+    def gather_on_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the `values` [n] of all ranks of the run, [world size, n], on the device of every
+        rank. The host does not wait.
+
+        They go over the groups that weights and stages have, axis by axis from the innermost of
+        world ranks on, so that no other communicator is made.
+        """
+        gathered = values
+        groups = [self.tensor.get_group(), *reversed(self.weights.get_all_groups())]
+        if self.pipeline is not None:
+            groups.append(self.pipeline)
+        for group in groups:
+            ranks = dist.get_world_size(group)
+            if ranks > 1:
+                everyones = gathered.new_empty(ranks, gathered.numel())
+                ALL_GATHER(everyones, gathered.view(1, -1), group=group)
+                gathered = everyones
+        return gathered.view(self.world_size, len(values))
 
     def gather_with_digest(
         self, values: list[float], digest: str | None

@@ -32,7 +32,7 @@ from longctx.model.balance import RowDocuments
 from longctx.model.protocol import Head, StagedModel
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
-from longctx.parallel.timing import Clock
+from longctx.parallel.timing import Clock, Spans
 from longctx.parallel.torch_stage import LeanStage
 from longctx.planning.pipeline import Pipeline
 
@@ -103,6 +103,13 @@ class Stage(nn.Module):
         return F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
 
 
+def idle(schedule: Spans) -> tuple[float, float]:
+    """Returns idle seconds of this rank in a schedule (bubble and waiting for messages), and their
+    share of it."""
+    spent = schedule.seconds()
+    return spent[SCHEDULE], spent[SCHEDULE] / sum(spent.values())
+
+
 class PipelineRun:
     """The stages of one rank, and the schedule that runs micro-batches through all of them.
 
@@ -130,6 +137,7 @@ class PipelineRun:
         self.group = mesh.pipeline
         self.dtype = dtype
         self.clock = Clock(mesh.device)
+        """Measures each schedule, for `idle`."""
         self.inputs: dict[int, Inputs] = {}
         """Inputs of the micro-batches that this rank has begun."""
         self.last: tuple[int, int, str] | None = None
@@ -154,12 +162,6 @@ class PipelineRun:
         if tied:
             return next(self.model.lm_head.parameters())
         return None
-
-    def idle(self) -> tuple[float, float]:
-        """Returns idle seconds of this rank in the last schedule (bubble and waiting for messages),
-        and their share of it."""
-        spent = self.clock.take()
-        return spent[SCHEDULE], spent[SCHEDULE] / sum(spent.values())
 
     def where(self) -> str:
         """Last position of this rank in the schedule, for error messages."""

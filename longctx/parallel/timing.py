@@ -39,6 +39,30 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Spans:
+    """Spans of work that a clock has measured, by name."""
+
+    def __init__(self, spans: list[tuple[str, str | None, Moment, Moment]]) -> None:
+        """Takes name, name of the enclosing span, start and end of each span, in the order of
+        their ends."""
+        self._spans = spans
+
+    def seconds(self) -> dict[str, float]:
+        """Returns the seconds per name. The host waits until a GPU has ended the last span, but not
+        for later work."""
+        if self._spans:
+            last = self._spans[-1][-1]
+            if isinstance(last, torch.cuda.Event):
+                last.synchronize()
+        spent: dict[str, float] = defaultdict(float)
+        for name, around, start, end in self._spans:
+            length = seconds(start, end)
+            spent[name] += length
+            if around is not None:
+                spent[around] -= length
+        return spent
+
+
 class Clock:
     """Measures spans by name; the time of nested spans is subtracted from the span around them."""
 
@@ -59,20 +83,8 @@ class Clock:
             self.open.pop()
             self.spans.append((name, self.open[-1] if self.open else None, start, now(self.device)))
 
-    def keep(self, name: str) -> None:
-        """Forgets all spans except the ones of a name, without waiting."""
-        self.spans = [span for span in self.spans if span[0] == name]
-
-    def take(self) -> dict[str, float]:
-        """Returns the seconds per name since the last call. On a GPU the host waits for all work
-        submitted so far."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        spent: dict[str, float] = defaultdict(float)
-        for name, around, start, end in self.spans:
-            length = seconds(start, end)
-            spent[name] += length
-            if around is not None:
-                spent[around] -= length
+    def cut(self) -> Spans:
+        """Returns the spans since the last call, without waiting."""
+        spans = Spans(self.spans)
         self.spans = []
-        return spent
+        return spans

@@ -133,6 +133,7 @@ def dynamic_context_parallel(
                 *_prepare_kernels(traits, workload.spec, kernel),
                 *notes_on_data(traits, tokens_per_rank * ranks, model_family.length_fields),
                 *_notes_on_calls(traits, router_replay),
+                *notes_on_sharding(traits),
             ]
             replay = replay_of(traits, router_replay)
             planning = Planning(workload.named.profile, tokens_per_rank, mode=mode, degree=degree)
@@ -335,6 +336,15 @@ def _plan_steps(traits: Traits, exchange: StepExchange) -> None:
         return prepare_loader(loader, device_placement=False, **others)
 
     undo.enter_context(replaced(trainer.accelerator, "prepare_data_loader", on_host))
+
+
+def notes_on_sharding(traits: Traits) -> Iterator[str]:
+    """Yields a note if accelerate does not shard what its arguments ask to be sharded."""
+    if traits.args.fsdp and traits.uses_ddp:
+        yield (
+            "note: fsdp is set, but accelerate shards nothing on CPUs: every process keeps all "
+            "weights, as with DDP"
+        )
 
 
 def _notes_on_calls(traits: Traits, router_replay: Mode | None) -> Iterator[str]:

@@ -130,7 +130,7 @@ def _least_tokens(config: Config, documents: Store | None, ranks: int) -> int:
     """Returns the fewest tokens per rank, in units, that hold the longest document."""
     longest = config.data.max_length or 1
     if documents is not None:
-        known = int(documents.lengths.max())
+        known = documents.longest
         longest = min(known, config.data.max_length or known)
     tokens = UNIT
     while longest_document(ranks, tokens) < longest:

@@ -11,6 +11,8 @@ from longctx.config import Config, ConfigError
 from longctx.data.diffusion import Noise, noise_pieces
 from longctx.data.loader import Loader, Merging, Planner, merge_pieces, plan_step
 from longctx.data.mixture import Mixture, Order, Steps, make_steps
+from longctx.data.orders import ORDER
+from longctx.data.position import order_of
 from longctx.data.sampler import Sampler
 from longctx.data.store.cache import Cache
 from longctx.data.store.store import Store
@@ -59,9 +61,7 @@ class RunData:
 
     @property
     def longest(self) -> int:
-        return max(
-            int(store.lengths.max()) for store in (self.store, self.validation) if store is not None
-        )
+        return max(store.longest for store in (self.store, self.validation) if store is not None)
 
     @property
     def fingerprints(self) -> list[str]:
@@ -205,19 +205,21 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
     )
 
 
-def _order(config: Config, max_length: int) -> Order:
+def _order(config: Config, max_length: int, order: str = ORDER) -> Order:
     return {
         "global_tokens": config.batch.global_tokens,
         "seed": config.order_seed,
         "max_length": max_length,
         "long_documents": config.data.long_documents,
         "held_out_share": config.data.held_out,
+        "order": order,
     }
 
 
-def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
-    """Returns the documents of every step of a run on `ranks` processes."""
-    return make_steps(store, **_order(config, config.max_length(ranks)))
+def steps_of_run(config: Config, store: Store, ranks: int, order: str = ORDER) -> Steps:
+    """Returns the documents of every step of a run on `ranks` processes, by the name of the order
+    of its epochs."""
+    return make_steps(store, **_order(config, config.max_length(ranks), order))
 
 
 def steps_of_epochs(epochs: float, steps: Sampler) -> int:
@@ -237,11 +239,15 @@ def steps_of_epochs(epochs: float, steps: Sampler) -> int:
     return count
 
 
-def with_steps(config: Config, store: Store, ranks: int) -> Config:
-    """Returns the settings with the steps that `train.epochs` are on `ranks` processes."""
+def with_steps(config: Config, store: Store, ranks: int, begun: Checkpoint | None = None) -> Config:
+    """Returns the settings with the steps that `train.epochs` are on `ranks` processes, of a run
+    that has `begun` in the order of its checkpoint."""
     if config.train.epochs is None:
         return config
-    steps = steps_of_run(config, store, ranks)
+    order = ORDER
+    if begun is not None:
+        order = order_of(begun.state["data"])
+    steps = steps_of_run(config, store, ranks, order)
     assert isinstance(steps, Sampler), "several stores are refused: see the rows of `combinations`"
     return config.changed(
         {"train.steps": steps_of_epochs(config.train.epochs, steps), "train.epochs": None}

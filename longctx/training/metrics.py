@@ -20,6 +20,7 @@ from longctx.config.settings import WandbSetting
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.plan import Plan
 from longctx.planning.tree import NO_TREES, Trees
 from longctx.training.objectives.balance import STATISTICS
 from longctx.units import format_bytes
@@ -61,8 +62,7 @@ class StepMetrics:
             on a CPU.
         attention_s, exchange_wait_s, bubble_s: mean over ranks of the time in attention, of the
             wait for K, V or their gradients, and, in a pipeline, of the time without computation.
-        optimizer_s: mean over ranks of the time of their gradients' norm, and of clipping and the
-            optimizer in the step before, which a GPU may not have ended when the step is logged.
+        optimizer_s: mean over ranks of the time of the gradients' norm, clipping and optimizer.
         rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits
             for other ranks.
         mfu: model FLOP utilisation; None if the peak of the device is not known.
@@ -283,6 +283,11 @@ def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES
     """
     others = round((spec.scan_flops - 2 * spec.frozen_products) * sum(lengths))
     return FORWARD_AND_BACKWARD * spec.flops(lengths, trees) + others
+
+
+def step_flops(spec: ModelSpec, plan: Plan) -> int:
+    """Returns `model_flops` of the documents of a plan."""
+    return model_flops(spec, plan.lengths, plan.trees)
 
 
 def gpu_kind(device_name: str) -> str | None:

@@ -4,7 +4,8 @@ step; norm and clipping of gradients.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from longctx.config.settings import OptimizerSection, ParameterGroup
 from longctx.model.protocol import Model
@@ -198,32 +200,99 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         )
 
 
+def leaves_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Returns whether an optimizer can leave out an update on `device`, as `unless_finite` asks,
+    without the host's knowledge: fused AdamW, also beside Muon, of parameters there."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return False
+    for group in optimizer.param_groups:
+        there = all(parameter.device.type == device.type for parameter in group["params"])
+        if not (group["fused"] and there):
+            return False
+    return True
+
+
+@contextmanager
+def unless_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> Iterator[None]:
+    """Within this block a step of an optimizer that `leaves_out` updates does so if `finite`,
+    bool [] on the device, is false: weights and state stay as they are."""
+    # Torch's own way to skip, which GradScaler uses.
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # torch looks for it
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, norm: float) -> None:
-    """Scales all gradients, whose norm is `norm`, so that it is at most `max_norm` (None: no
-    scaling)."""
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, norm: torch.Tensor
+) -> None:
+    """Scales all gradients, whose norm is `norm`, float64 [], so that it is at most `max_norm`
+    (None: no scaling). The host does not read the norm."""
     gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
-    if max_norm is not None and norm > max_norm and gradients:
-        torch._foreach_mul_(gradients, max_norm / norm)
+    if max_norm is None or not gradients:
+        return
+    share = torch.full_like(norm, max_norm) / norm
+    factor = share.where(norm > max_norm, 1.0)  # which leaves them as they are, bit by bit
+    rounded = factor.to(gradients[0].device, torch.float32)
+    torch._foreach_mul_(gradients, rounded)
 
 
 @torch.no_grad()
-def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
-    """Returns the sum of squares of this process's parts of tensors sharded over all processes;
-    replicas count once."""
+def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of squares of this process's parts of tensors sharded over all processes,
+    float64 [], where they are; replicas count once."""
     counted = [local_part(tensor) for tensor in tensors if muon.is_first_copy(tensor)]
     # In float32 a CPU sums naively: over 10⁸ numbers the norm would be 2 % too small.
     if counted:
-        squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum()
-    else:
-        squares = torch.zeros(())
-    return float(squares)
+        return torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum()
+    return torch.zeros((), dtype=torch.float64)
 
 
-def norm_of(sums: torch.Tensor) -> float:
-    """Returns the norm of tensors from the sums of squares of all processes, in their order: the
-    same on each, bit by bit.
+def norm_of(sums: torch.Tensor) -> torch.Tensor:
+    """Returns the norm of tensors, float64 [], from the sums of squares of all processes, float64
+    [processes]: the same on each, bit by bit.
 
     Norm and factor must be, so that replicas of a weight stay equal.
     """
-    return math.sqrt(math.fsum(sums.flatten().tolist()))
+    return _root_rounded_once(sum_rounded_once(sums))
+
+
+def _root_rounded_once(value: torch.Tensor) -> torch.Tensor:
+    """Returns the root, float64 [], that math.sqrt returns: torch's own may be off by the last
+    bit."""
+    root = value.sqrt()
+    square = root * root
+    # The rounding of the square, exactly: both halves of the root have 26 bits (Dekker 1971).
+    scaled = root * (2.0**27 + 1)
+    high = scaled - (scaled - root)
+    low = root - high
+    rounding = ((high * high - square) + 2 * high * low) + low * low
+    corrected = root + ((value - square) - rounding) / (2 * root)
+    return torch.where(corrected.isfinite(), corrected, root)  # not of 0 and infinite numbers
+
+
+def sum_rounded_once(values: torch.Tensor) -> torch.Tensor:
+    """Returns the sum, float64 [], of numbers that are not negative, float64 [n]: that of
+    math.fsum, without the host.
+
+    Numbers are added in pairs, and each sum carries what its rounding lost (Knuth's TwoSum; Dekker
+    1971). The error before the last rounding is below 2⁻⁹⁸ of the sum: only a sum that near to the
+    middle between two numbers may be rounded to the other one.
+    """
+    sums = values
+    lost = torch.zeros_like(values)
+    while len(sums) > 1:
+        if len(sums) % 2:
+            sums = F.pad(sums, (0, 1))
+            lost = F.pad(lost, (0, 1))
+        first, second = sums.view(-1, 2).unbind(1)
+        added = first + second
+        of_second = added - first
+        rounding = (first - (added - of_second)) + (second - of_second)
+        rest = lost.view(-1, 2).sum(1) + rounding
+        sums = added + rest
+        lost = rest - (sums - added)
+    # Infinite numbers lose NaN.
+    return torch.where(sums[0].isfinite(), sums[0], values.sum())

@@ -19,7 +19,7 @@ from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.training.build import build_model, make_attention
-from longctx.training.clock import OPTIMIZER, StepClock
+from longctx.training.clock import StepClock
 from longctx.training.objectives.balance import Balance
 from longctx.training.objectives.loss import (
     cross_entropy_sum,
@@ -105,11 +105,10 @@ class ModelRunner:
         return values
 
     def after_scoring(self) -> None:
-        """Reshards the model and resets the clock after passes without gradients, but for the time
-        of the optimizer."""
+        """Reshards the model and resets the clock after passes without gradients."""
         # Otherwise blocks that stay gathered until backward would stay so until the next backward.
         reshard(self.model)
-        self.clock.keep(OPTIMIZER)
+        self.clock.cut()
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Returns this rank's part of the loss in every micro-batch. FSDP sums gradients over the

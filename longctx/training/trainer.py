@@ -5,9 +5,9 @@ import gc
 import math
 import resource
 import sys
-import time
-from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,33 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch
 from longctx.hf.source import ModelSource
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh
+from longctx.parallel.pipeline import idle
+from longctx.parallel.timing import Moment, Spans, now, seconds
 from longctx.training import agreement
 from longctx.training.agreement import PlanAgreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.health import FiniteLoss, NonFiniteLoss
-from longctx.training.metrics import MetricsLog, StepMetrics, device_peak, model_flops
+from longctx.training.metrics import MetricsLog, StepMetrics, device_peak, step_flops
 from longctx.training.optimizer import (
     clip_gradients,
     learning_rate,
-    norm_of,
+    leaves_out,
     set_learning_rate,
     sum_of_squares,
+    unless_finite,
 )
 from longctx.training.runner import ModelRunner
 from longctx.training.saved import checkpoint
 from longctx.training.saved.run_folder import BEST
 from longctx.training.saved.saving import Saver
+from longctx.training.step_sums import ArrivingSums, StepSums
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
 from longctx.training.validation import Validator
@@ -61,6 +66,29 @@ class RunParts:
     steps_done: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class QueuedStep:
+    """A step that the device has been given, and whose numbers the host has not read.
+
+    Attributes:
+        batch: data of the step.
+        losses: this rank's part of the loss in every micro-batch, on the device.
+        sums: loss and gradient norm, on their way to the host.
+        rate: learning rate.
+        spans, schedule: spans of the step, and of its pipeline's schedule; None without a pipeline.
+        start, end: when the step began, and ended.
+    """
+
+    batch: StepBatch
+    losses: torch.Tensor
+    sums: ArrivingSums
+    rate: float
+    spans: Spans
+    schedule: Spans | None
+    start: Moment
+    end: Moment
+
+
 class Trainer:
     """A run on one rank. `training.assembly` makes its parts.
 
@@ -68,6 +96,8 @@ class Trainer:
         steps_done: steps done since the beginning of the run, or of the run that it continues.
         best: step and validation loss of the best checkpoint so far.
         stopping: whether a signal ends the run after this step.
+        ahead: whether the optimizer leaves out updates on the device, so that the host need not
+            wait for it: then the numbers of a step are read when the next one is queued.
     """
 
     def __init__(
@@ -103,6 +133,7 @@ class Trainer:
         self.best = parts.best
         self.steps_done = parts.steps_done
         self.stopping = False
+        self.ahead = leaves_out(optimizer, self.mesh.device)
         self.finite = FiniteLoss(self.config, self.mesh)
         self.saver = Saver(
             self.config.train.run_dir,
@@ -112,7 +143,8 @@ class Trainer:
             local_ranks=Launch.read().local_world_size,
         )
         self._plans = PlanAgreement(self.mesh)
-        self._written = True  # whether `saver.advance` would not wait
+        self._written = False  # whether `saver.advance` would not wait
+        self._queued = deque[QueuedStep]()
 
     @classmethod
     def of(
@@ -150,7 +182,9 @@ class Trainer:
                 try:
                     if self.tracer is not None:
                         self.tracer.before(self.steps_done + 1)
-                    metrics = self.step()
+                    with self._placed():
+                        self._queue(None)
+                        metrics = self._settle_due()
                 except NonFiniteLoss:  # raised on every rank
                     self.saver.finish()
                     raise
@@ -162,9 +196,10 @@ class Trainer:
                     self.saver.advance()
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
+                if metrics is None:
+                    continue
                 improved = False
                 last = self.steps_done == self.config.train.steps
-                every = self.config.checkpoint.every
                 if self.validator is not None and self._is_validated(last):
                     self.runner.position.begin(f"validation after step {self.steps_done}")
                     validation = self.validator.validate()
@@ -172,13 +207,30 @@ class Trainer:
                     improved = self._improves(validation["validation_loss"])
                 if self.log is not None:
                     self.log.write(metrics)
-                if every is not None and (
-                    last or self.stopping or improved or self.steps_done % every == 0
-                ):
+                if self._is_saved(last, improved=improved):
                     self.save(wait=last or self.stopping)
                 if self.stopping and not last:
                     return False
         return True
+
+    def _settle_due(self) -> StepMetrics | None:
+        """Reads the numbers of the step before the last one, and logs them; then those of the last
+        one, unless the host goes ahead. Returns the metrics of the last one. Collective."""
+        while len(self._queued) > 1:
+            before = self._settle()
+            if self.log is not None:
+                self.log.write(before)
+        last = self.steps_done == self.config.train.steps
+        known = self._is_validated(last) or self._is_saved(last)
+        if self.ahead and not (last or self.stopping or known):
+            return None
+        return self._settle()
+
+    def _is_saved(self, last: bool, *, improved: bool = False) -> bool:
+        every = self.config.checkpoint.every
+        return every is not None and (
+            last or self.stopping or improved or self.steps_done % every == 0
+        )
 
     def _is_validated(self, last: bool) -> bool:
         every = self.config.eval.every
@@ -208,15 +260,24 @@ class Trainer:
 
         Every rank gives its own share of a batch.
         """
+        with self._placed():
+            self._queue(batch)
+            return self._settle()
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Adds to errors where this rank is."""
         try:
-            return self._step(batch)
+            yield
         except RuntimeError as error:
             error.add_note(f"rank {self.mesh.world_rank}: {self.position()}")
             raise
 
-    def _step(self, batch: StepBatch | None) -> StepMetrics:
-        started = time.perf_counter()
+    def _queue(self, batch: StepBatch | None) -> None:
+        """Runs a step, of which the device may have much left to do; its numbers are read by
+        `_settle`. Collective."""
         runner = self.runner
+        start = now(self.mesh.device)
         runner.position.begin("reading data")
         if batch is None:
             assert self.loader is not None
@@ -224,41 +285,84 @@ class Trainer:
         runner.position.begin("before the first micro-batch")
         self._plans.require(batch.plan.hash, batch.step)
         losses = runner.forward_backward(batch)
-        copy = runner.pipeline.tied_copy if runner.pipeline is not None else None
         runner.position.begin("gradient norm")
         with runner.clock.span(OPTIMIZER):
-            squares = sum_of_squares(
-                p.grad for p in self.model.parameters() if p is not copy and p.grad is not None
-            )
-        ranks = self._gather(batch, losses, squares)
-        grad_norm = norm_of(ranks["squares"])
-        loss = ranks["loss"].sum().item()
-        updates = batch.target_tokens > 0 and self.finite.check(batch, losses, loss, grad_norm)
+            sums = self._sums(losses)
         rate = learning_rate(batch.step, self.config.schedule_steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         runner.position.begin("optimizer")
         with record_function("optimizer"), runner.clock.span(OPTIMIZER):
-            if updates:
-                clip_gradients(
-                    self.model.parameters(), self.config.optimizer.clip_grad_norm, grad_norm
-                )
-                self.optimizer.step()
-                runner.balance.move_biases()
+            if batch.target_tokens > 0:
+                self._update(sums)
             self.optimizer.zero_grad()
         self.steps_done = batch.step
         if batch.step % agreement.EVERY == 0:
             agreement.require_same_copies(self.model, batch.step, self.mesh.control)
+        self._written = False  # not known yet
+        schedule = None if runner.pipeline is None else runner.pipeline.clock.cut()
+        self._queued.append(
+            QueuedStep(
+                batch=batch,
+                losses=losses,
+                sums=sums.to_host(),
+                rate=rate,
+                spans=runner.clock.cut(),
+                schedule=schedule,
+                start=start,
+                end=now(self.mesh.device),
+            )
+        )
+
+    def _sums(self, losses: torch.Tensor) -> StepSums:
+        """Sums a step over all ranks, on the device. Tensor ranks count tokens once. Collective."""
+        runner = self.runner
+        copy = None if runner.pipeline is None else runner.pipeline.tied_copy
+        gradients = (p.grad for p in self.model.parameters() if p is not copy)
+        squares = sum_of_squares(each for each in gradients if each is not None)
+        loss = losses.double().sum()
+        if not self.mesh.counts:
+            loss = torch.zeros_like(loss)
+        mine = torch.stack([copy_to(squares, self.mesh.device), loss])
+        return StepSums(self.mesh.gather_on_device(torch.cat([mine, runner.balance.end_step()])))
+
+    def _update(self, sums: StepSums) -> None:
+        """Clips the gradients and updates weights and biases, unless loss or gradient is not
+        finite. The host waits to know it only if the optimizer cannot leave out an update."""
+        if not self.ahead and not bool(sums.finite):
+            return
+        clip_gradients(
+            self.model.parameters(), self.config.optimizer.clip_grad_norm, norm=sums.norm
+        )
+        if self.ahead:
+            with unless_finite(self.optimizer, sums.finite):
+                self.optimizer.step()
+        else:
+            self.optimizer.step()
+        self.runner.balance.move_biases(sums.finite)
+
+    def _settle(self) -> StepMetrics:
+        """Reads the numbers of the step that was queued first. Collective: all processes meet on
+        the host. Raises NonFiniteLoss on every rank if the run should stop."""
+        step = self._queued.popleft()
+        batch = step.batch
+        self.runner.position.begin(f"numbers of step {batch.step}")
+        grad_norm, sums = step.sums.read()
+        ranks = sums | self._gather(step)
+        loss = sums["loss"].sum().item()
+        updates = batch.target_tokens > 0 and self.finite.check(
+            batch, step.losses, loss=loss, grad_norm=grad_norm
+        )
         self.stopping = bool(ranks["stop"].any())
         self._written = bool(ranks["written"].all())
-        seconds = time.perf_counter() - started
+        step_s = seconds(step.start, step.end)
         known = {
             "grad_norm": grad_norm,
-            "lr": rate,
-            "mfu": self._utilisation(batch, seconds),
+            "lr": step.rate,
+            "mfu": self._utilisation(batch, step_s),
             "skipped": not updates,
         }
         return replace(
-            StepMetrics.of(batch, ranks, seconds, **known),
+            StepMetrics.of(batch, ranks, step_s, **known),
             loss=loss if batch.target_tokens else math.nan,
         )
 
@@ -294,35 +398,26 @@ class Trainer:
         peak = device_peak(self.mesh.device, self.config.dtype)
         if peak is None:
             return None
-        plan = batch.plan
-        flops = model_flops(self.model.spec, plan.lengths, plan.trees)
+        flops = step_flops(self.model.spec, batch.plan)
         return flops / (seconds * peak * self.mesh.world_size)
 
-    def _gather(
-        self, batch: StepBatch, losses: torch.Tensor, squares: float
-    ) -> dict[str, torch.Tensor]:
-        """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor
-        ranks count tokens once.
+    def _gather(self, step: QueuedStep) -> dict[str, torch.Tensor]:
+        """Gathers what the hosts of all processes know of a step: float64 [world size] by name.
 
         Normally it is the only collective of a step in which all processes meet on the host: it
         carries the hash of the next step's plan. If a rank has not planned ahead, the ranks compare
-        the plan when its step begins. Each takes 0.1 s at a thousand ranks, with idle GPUs.
+        the plan when its step begins. Each takes 0.1 s at a thousand ranks, with idle GPUs unless
+        another step is queued.
         """
-        runner = self.runner
-        spent = runner.clock.take()
-        idle_s, idle_share = (0.0, 0.0)
-        if runner.pipeline is not None:
-            idle_s, idle_share = runner.pipeline.idle()
-        loss, rows = (0.0, 0.0)
+        spent = step.spans.seconds()
+        idle_s, idle_share = (0.0, 0.0) if step.schedule is None else idle(step.schedule)
+        rows = 0.0
         if self.mesh.counts:
-            loss = float(losses.double().sum())
-            rows = float(sum(micro_batch.rows for micro_batch in batch.micro_batches))
+            rows = float(sum(micro_batch.rows for micro_batch in step.batch.micro_batches))
         local = {
-            "squares": squares,
-            "loss": loss,
             "rows": rows,
             "bubble_share": idle_share,
-            "data_wait_s": batch.data_wait_s,
+            "data_wait_s": step.batch.data_wait_s,
             "attention_s": spent[ATTENTION],
             "exchange_wait_s": spent[EXCHANGE],
             "optimizer_s": spent[OPTIMIZER],
@@ -330,7 +425,6 @@ class Trainer:
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
             "written": float(self.saver.written),
-            **runner.balance.end_step(),
         }
         next_hash = None if self.loader is None else self.loader.next_hash()
         values, plans = self.mesh.gather_with_digest(list(local.values()), next_hash)

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from longctx.config import Config
 from longctx.data.loader import Merging, Planner, plan_step, read_step
 from longctx.data.packing import StepBatch
-from longctx.data.sampler import Piece, Sampler, held_out
+from longctx.data.pieces import LeftOut, Piece, Pieces, SamplerError, first_documents
 from longctx.data.store.store import Store
 from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
@@ -59,34 +57,48 @@ class Documents:
         Raises UserError if there are none, or if some are too long and `data.long_documents` is
         error.
         """
-        if held_out_share is None:
-            chosen = np.ones(len(store), np.bool_)
-        else:
-            chosen = held_out(store.names, held_out_share)
-        if not chosen.any():
+        pieces: list[Piece] = []
+        left = len(store) if first is None else first
+        long = 0
+        some_are_held = held_out_share is None
+        for source in range(len(store.sources)):
+            left_out: LeftOut | None = None
+            if held_out_share is not None:
+                left_out = store.held_out(source, held_out_share).others
+            chosen, stop = first_documents(left, store.size(source), left_out)
+            if not chosen:
+                continue
+            some_are_held = True
+            left -= chosen
+            found = Pieces(
+                store,
+                max_length=max_length,
+                long_documents=config.data.long_documents,
+                source=source,
+                left_out=left_out,
+                stop=stop,
+            )
+            long += found.tally.long
+            pieces += found.in_order()
+        if not some_are_held:
             raise UserError(
                 f"data.held_out is {held_out_share}, which holds out no document of "
                 f"{store.description} ({len(store):,}): raise it"
             )
-        if first is not None:
-            chosen &= np.cumsum(chosen) <= first
-        sampler = Sampler(
-            store,
-            global_tokens=1,
-            seed=0,
-            max_length=max_length,
-            long_documents=config.data.long_documents,
-            left_out=~chosen,
-        )
+        if not pieces:
+            raise SamplerError(
+                f"none of the documents of {store.description} has a token to train on, or fits: "
+                "give a store with other documents, or raise data.max_length"
+            )
         tokens = config.batch.global_tokens
         multiple = config.padding
         return cls(
             store,
-            sampler.in_order(),
+            tuple(pieces),
             step_tokens=tokens,
             pad_to_multiple_of=multiple,
             max_length=max_length,
-            long=sampler.long,
+            long=long,
             merging=validation_noise(config, store),
         )
 

@@ -130,6 +130,6 @@ def test_computation_hides_hops_beside_it(posted: list[int]) -> None:
         if hidden:
             assert arrived.wait(60)
         end()
-        assert (clock.take()[EXCHANGE] < TRAVEL_S) == hidden
+        assert (clock.cut().seconds()[EXCHANGE] < TRAVEL_S) == hidden
         send(exchange, 1)
-        assert clock.take()[EXCHANGE] >= TRAVEL_S
+        assert clock.cut().seconds()[EXCHANGE] >= TRAVEL_S

@@ -1,5 +1,5 @@
-"""Inside a step the host never waits for a GPU: it reads loss and gradient norm once, before the
-optimizer."""
+"""Inside a step the host never waits for a GPU: it reads loss and gradient norm once, after the
+optimizer. Optimizers that cannot leave out an update wait for whether these are finite."""
 
 import itertools
 from pathlib import Path
@@ -15,10 +15,13 @@ from longctx.planning.layout import Layout, Placement
 from longctx.planning.planners.planner import make_plan
 from longctx.training.objectives.loss import log_probabilities, rows_with_labels
 from tests.data_cases import placed_plan
-from tests.host_waits import HostWaits, waits_of_a_step
+from tests.host_waits import HostWaits, waits_of_a_step, waits_of_the_loop
 from tests.workers import Workers
 
-ONCE = {"__float__ at sum_of_squares", "__float__ at _gather", "clock at _gather"}
+READ = {"cpu at read", "clock at _gather"}
+"""After the optimizer."""
+ONCE = READ | {"__bool__ at _update"}
+"""With AdamW on a CPU, which is not fused."""
 IDLE = {"clock at idle"}
 """Of a pipeline, beside the loss."""
 RING = ["batch.tokens_per_rank=750"]
@@ -49,8 +52,28 @@ def test_a_step_waits_once(workers: Workers, store: Path, tmp_path: Path, name: 
     ranks, settings = RUNS[name]
     found = workers.run(waits_of_a_step, ranks, store, tmp_path, settings)
     # The last one beside the loss.
-    of_experts = {"cpu at _of_all_ranks", "tolist at end_step"} if "expert" in name else set()
+    of_experts = {"cpu at _of_all_ranks"} if "expert" in name else set()
     assert set().union(*found) == ONCE | of_experts | (IDLE if name == "pipeline" else set())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, [*RING, "train.dtype=bfloat16"]),
+        (2, [*RING, "optimizer.name=muon"]),
+        pytest.param(2, MIXTURE, marks=pytest.mark.slow),
+        pytest.param(2, RUNS["pipeline"][1], marks=pytest.mark.slow),
+        pytest.param(2, ["parallel.tensor_parallel_size=2"], marks=pytest.mark.slow),
+        pytest.param(1, [], marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_read_between_backward_and_optimizer(
+    workers: Workers, store: Path, tmp_path: Path, ranks: int, settings: list[str]
+) -> None:
+    """With the optimizer of GPUs, which leaves out updates there."""
+    for between, later in workers.run(waits_of_the_loop, ranks, store, tmp_path, settings):
+        assert between == set()
+        assert later - {"clock at idle"} == READ
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])

@@ -22,7 +22,7 @@ from longctx.cli import main
 from longctx.commands import finetune as command
 from longctx.config import Config, load
 from longctx.data.records.tokenizer import same_tokens
-from longctx.data.sampler import Sampler, held_out
+from longctx.data.sampler import Sampler
 from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
@@ -715,7 +715,7 @@ def test_steps_read_the_documents_as_often_as_asked(
     steps = command._defaults(asked, given, store, 2, tmp_path)["train"]["steps"]
     cut = {"max_length": 2 * per_rank, "long_documents": "drop"}
     sampler = Sampler(
-        store.lengths, global_tokens=400, seed=3, left_out=held_out(store.names, share), **cut
+        store.lengths, global_tokens=400, seed=3, left_out=store.held_out(0, share), **cut
     )
     assert (sampler.dropped > 0) == (per_rank < 200)
     by_setting = with_steps(given.changed({"train.epochs": epochs}), store, 2)

@@ -141,8 +141,8 @@ def test_every_command_says_one_verdict(
     assert verdicts[0] == verdicts[1]
     assert re.fullmatch(
         r"fits: [\d.]+ GiB of 74.51 GiB per H100 \(recompute none, degrees \d+ to \d+\); "
-        r"[\d.]+ s a step, [\d.]+ (hours|minutes) for 1,000 steps, [\d.]+ GPU hours per billion "
-        "tokens",
+        r"[\d.]+ s a step, [\d,]+ tokens/s per GPU, MFU \d+%, [\d.]+ (hours|minutes) for 1,000 "
+        r"steps, [\d.]+ GPU hours per billion tokens",
         verdicts[0],
     )
 

@@ -14,6 +14,7 @@ from longctx.config.explain import ELSEWHERE
 from longctx.config.names import ALIASES, SETTINGS
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.spec import Scan
+from longctx.planning.hardware_profile import SHIPPED
 from longctx.planning.layout import largest_shard, longest_document
 from longctx.training.checks import notes_on
 
@@ -513,3 +514,24 @@ def test_invalid_lists_of_stores(stores: str, rule: str) -> None:
 def test_a_mix_has_no_epochs_of_the_run() -> None:
     text = problems("data.store=[{path: a, weight: 3}]", "train.epochs=2")["train.epochs"]
     assert "stores of a mix have epochs of their own" in text
+
+
+def test_a_profile_is_found_beside_its_configuration_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any folder; that of the working directory comes first, and a shipped name before both."""
+    beside = tmp_path / "settings"
+    here = tmp_path / "here"
+    for folder in (beside, here):
+        folder.mkdir()
+    file = beside / "run.yaml"
+    file.write_text("context: {profile: ours.yaml}\n")
+    shipped = SHIPPED / "a100-40gb.yaml"
+    (beside / "ours.yaml").write_text(shipped.read_text("utf-8"))
+    monkeypatch.chdir(here)
+    assert config.load(file).context.profile == str(beside / "ours.yaml")
+    (here / "ours.yaml").write_text(shipped.read_text("utf-8"))
+    assert config.load(file).context.profile == "ours.yaml"
+    (beside / "a100-40gb").write_text("wrong")
+    file.write_text("context: {profile: a100-40gb}\n")
+    assert config.load(file).context.profile == "a100-40gb"

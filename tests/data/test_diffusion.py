@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from longctx.data.diffusion import Noise, Noised, noise_documents, noise_pieces
 from longctx.data.loader import Loader
 from longctx.data.packing import PackingError, StepBatch
-from longctx.data.sampler import Piece
+from longctx.data.pieces import Piece
 from longctx.data.store.store import Store
 from longctx.data.trees import pack_merged
 from longctx.planning.planners.planner import make_plan

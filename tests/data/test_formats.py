@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
@@ -14,6 +15,7 @@ from longctx.cli import main
 from longctx.data.records.formats import Document, columns_of
 from longctx.data.records.readers import CorpusError
 from longctx.data.records.sources import open_corpus
+from longctx.data.store import index
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
 from tests.data_cases import documents, made, write_jsonl, written
@@ -325,6 +327,24 @@ def test_weights_are_stored(tmp_path: Path) -> None:
     # Made before there were weights.
     recorded = Store.open(Path(__file__).parents[1] / "recorded_run" / "store")
     assert recorded.weights.tolist() == [1.0] * len(recorded)
+
+
+@pytest.mark.parametrize(("most", "kind"), [(1 << 16, np.uint16), (2, np.float64)])
+def test_weights_of_few_values_have_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, kind: type
+) -> None:
+    monkeypatch.setattr(index, "MOST_VALUES", most)
+    monkeypatch.setattr(index, "BLOCK", 4)
+    weights = [0.1, 3.0, 1.0, 1e-7, 0.1, 3.0, 2 / 3, 0.1, 1.0]
+    store = made(tmp_path, [{"text": "a" * 9, "weight": weight} for weight in weights])
+    assert np.load(tmp_path / "store" / index.WEIGHTS).dtype == kind
+    assert store.weights.tolist() == weights == [store.weight(number) for number in range(9)]
+    assert [
+        np.load(tmp_path / "store" / name).itemsize for name in (index.LENGTHS, index.NAMES)
+    ] == [
+        4,
+        4,
+    ]
 
 
 # --- the command

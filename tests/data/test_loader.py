@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from longctx.data.loader import Loader
 from longctx.data.packing import MicroBatch, PackingError, StepBatch, pack, pack_documents
+from longctx.data.pieces import Piece, SamplerError
 from longctx.data.position import LoaderError
 from longctx.data.records.sources import open_corpus
-from longctx.data.sampler import Piece, SamplerError
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.planning.plan import Plan, PlanError
@@ -163,6 +163,7 @@ def test_state_is_that_of_the_last_step_handed_out(store: Store) -> None:
         "max_length": 100,
         "long_documents": "split",
         "held_out": 0.0,
+        "order": "bijection",
         "step": 8,
         "cursor": cursor,
         "epoch": cursor // source.sampler.pieces,
@@ -195,6 +196,26 @@ def test_state_of_another_run_is_refused(store: Store, tmp_path: Path) -> None:
         ),
     ):
         other.load_state_dict(state)
+
+
+def test_a_run_keeps_the_order_in_which_it_began(store: Store) -> None:
+    """Earlier versions had one order, and did not say so."""
+    with loader(store, order="permutation") as began:
+        take(began, 2)
+        state = json.loads(json.dumps(began.state_dict()))
+        expected = take(began, 3)
+    assert state.pop("order") == "permutation"
+    with loader(store) as resumed, loader(store) as continued, loader(store) as fresh:
+        take(resumed, 1)
+        resumed.load_state_dict(state)
+        continued.continue_from(state)
+        assert resumed.state_dict() == continued.state_dict() == {**state, "order": "permutation"}
+        assert all(map(same, take(resumed, 3), expected))
+        assert all(map(same, take(continued, 3), expected))
+        assert not all(map(same, take(fresh, 5)[2:], expected))
+        for go_on in (fresh.load_state_dict, fresh.continue_from):
+            with pytest.raises(LoaderError, match="'sorted', but this longctx has bijection, perm"):
+                go_on({**state, "order": "sorted"})
 
 
 def test_the_next_step_is_prepared_while_one_is_used(store: Store) -> None:

@@ -15,8 +15,8 @@ from longctx.cli import main
 from longctx.config import ConfigError, load
 from longctx.data.loader import Loader, Merging, merge_pieces
 from longctx.data.packing import StepBatch, pack_documents
+from longctx.data.pieces import Piece
 from longctx.data.records.sources import open_corpus
-from longctx.data.sampler import Piece
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
 from longctx.data.trees import merge_prefixes

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from longctx.config import load
 from longctx.data.loader import Loader
 from longctx.data.mixture import Mixture, make_steps
+from longctx.data.pieces import Piece, SamplerError
 from longctx.data.position import LoaderError
 from longctx.data.records.sources import open_corpus
-from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
+from longctx.data.sampler import Sampler
+from longctx.data.store.held_out import held_out
 from longctx.data.store.manifest import StoreError
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
@@ -244,6 +246,18 @@ def test_a_run_that_continues_another_goes_on_where_its_stores_stopped_and_begin
         pytest.raises(LoaderError, match=r"seed is 4, and was 3"),
     ):
         other.continue_from(before)
+
+
+def test_all_stores_of_a_mixture_have_the_order_of_its_beginning(stores: list[Store]) -> None:
+    with mixed_loader(stores, [3, 1, 1], order="permutation") as began:
+        take(began, 2)
+        state = json.loads(json.dumps(began.state_dict()))
+        expected = take(began, 3)
+    del state["order"]
+    with mixed_loader(stores, [3, 1, 1]) as resumed:
+        resumed.load_state_dict(state)
+        assert {sampler.order for sampler in resumed.sampler.samplers} == {"permutation"}
+        assert all(map(same, take(resumed, 3), expected))
 
 
 def test_another_mixture_is_refused(stores: list[Store]) -> None:

@@ -4,10 +4,11 @@ and the cache stays within its bound."""
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from longctx import checksums, remote
@@ -15,10 +16,12 @@ from longctx.checksums import sealed
 from longctx.cli import main
 from longctx.config import load
 from longctx.data.loader import read_step
-from longctx.data.sampler import Piece
+from longctx.data.mixture import make_steps
+from longctx.data.pieces import Piece
 from longctx.data.store import cache as caches
 from longctx.data.store import index, mapped, writer
 from longctx.data.store.cache import Cache
+from longctx.data.store.held_out import held_out
 from longctx.data.store.manifest import Manifest, StoreError
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
@@ -113,8 +116,30 @@ def test_a_store_is_the_same_far_away(tmp_path: Path, here: Path, server: Storag
     again = Store.open(address, cache=Cache(tmp_path / "cache", 1.0))
     assert_same(again, expected, step=3)
     assert not any(path.endswith((".arrow", ".npy")) for path in server.sent)
-    with pytest.raises(StoreError, match=r"data\.held_out .* set eval\.store"):
-        list(store.names)
+
+
+def test_documents_are_held_out_far_away(tmp_path: Path, here: Path, server: Storage) -> None:
+    """By the index alone; that of an earlier store lacks the hashes of names."""
+    expected = held_out(Store.open(here).names, 0.3)
+    assert 0 < expected.sum() < len(expected)
+    put_all(here, f"s3://{BUCKET}/apart")
+    cache = Cache(tmp_path / "cache", 1.0)
+    server.reset()
+    store = Store.open(f"s3://{BUCKET}/apart", cache=cache)
+    assert store.held_out(0, 0.3)(slice(None)).tolist() == expected.tolist()
+    settings = {"global_tokens": 1, "seed": 0, "max_length": 1 << 20, "held_out_share": 0.3}
+    steps = make_steps(store, **settings)
+    taken = {steps.step(cursor)[0][0].document for cursor in range(steps.pieces)}
+    assert taken == set(np.flatnonzero(~expected).tolist())
+    assert not any(path.endswith(".arrow") for path in server.sent)
+    old = tmp_path / "old"
+    shutil.copytree(here, old)
+    without(old, [index.NAMES, index.GROUPS_FILE])
+    assert Store.open(old).held_out(0, 0.3)(slice(None)).tolist() == expected.tolist()
+    put_all(old, f"s3://{BUCKET}/before")
+    earlier = Store.open(f"s3://{BUCKET}/before", cache=cache)
+    with pytest.raises(StoreError, match=r"set eval\.store and data\.held_out 0, or copy it"):
+        make_steps(earlier, **settings)
 
 
 def test_a_bounded_cache_gives_the_same(tmp_path: Path, here: Path, server: Storage) -> None:
@@ -340,19 +365,24 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         Cache(tmp_path / "file", 1.0).make()
 
 
+def without(store: Path, names: Sequence[str]) -> None:
+    """Removes files of a store, as if it had been made before there were any."""
+    content = json.loads((store / "manifest.json").read_text())
+    del content["checksum"]
+    for name in names:
+        (store / name).unlink(missing_ok=True)
+        content["files"].pop(name, None)
+        content["checksums"].pop(name, None)
+    (store / "manifest.json").write_text(json.dumps(sealed(content)))
+
+
 def test_a_store_without_index_is_read_here_only(
     tmp_path: Path, here: Path, server: Storage
 ) -> None:
     expected = Store.open(here)
     old = tmp_path / "old"
     shutil.copytree(here, old)
-    content = json.loads((old / "manifest.json").read_text())
-    del content["checksum"]
-    for name in index.INDEX:
-        (old / name).unlink(missing_ok=True)
-        content["files"].pop(name, None)
-        content["checksums"].pop(name, None)
-    (old / "manifest.json").write_text(json.dumps(sealed(content)))
+    without(old, index.INDEX)
     assert_same(Store.open(old), expected)
     put_all(old, f"s3://{BUCKET}/old")
     with pytest.raises(StoreError, match="prepare it again, or copy it to a folder"):
@@ -360,8 +390,6 @@ def test_a_store_without_index_is_read_here_only(
 
 
 def test_an_index_of_other_documents_is_told(here: Path) -> None:
-    import numpy as np
-
     lengths = np.load(here / index.LENGTHS)
     lengths[[0, 1]] = lengths[[1, 0]]
     assert lengths[0] != lengths[1]

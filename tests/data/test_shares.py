@@ -4,6 +4,7 @@ killed."""
 import errno
 import fcntl
 import io
+import itertools
 import json
 import os
 import pickle
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +27,7 @@ from hypothesis import strategies as st
 from longctx.cli import main
 from longctx.data.records import slices
 from longctx.data.records.corpus import CorpusError
+from longctx.data.records.readers import READERS, read_span
 from longctx.data.records.slices import Slice, joined_digests, lines_in, slices_of
 from longctx.data.records.sources import open_corpus
 from longctx.data.store import folder, shares, writer
@@ -46,7 +50,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def written(source: Path, seed: int, records: int = 60) -> Path:
-    """Writes a source of several kinds of files, of which JSON Lines are cut."""
+    """Writes a source of several kinds of files, of which JSON Lines and Parquet are cut."""
     draw = random.Random(seed)
     source.mkdir()
     for name in ("a.jsonl", "c.jsonl"):
@@ -62,6 +66,10 @@ def written(source: Path, seed: int, records: int = 60) -> Path:
         (source / name).write_text("".join(lines), "utf-8")
     for number in range(5):
         (source / f"b{number}.txt").write_text("text " * draw.randint(0, 300), "utf-8")
+    rows = pyarrow.table({"text": ["row " * draw.randint(1, 60) for _ in range(80)]})
+    pyarrow.parquet.write_table(
+        rows, source / "e.parquet", row_group_size=draw.choice([1, 7, 50]), compression="none"
+    )
     (source / "bad.md").write_bytes(b"\xff\xfe\x00")
     (source / "d.csv").write_text("text\n" + "row\n" * 20, "utf-8")
     return source
@@ -92,6 +100,41 @@ def test_every_line_is_in_one_span(lines: list[bytes], cuts: list[int], ends: bo
         found += lines_in(io.BytesIO(whole), start, stop)
         start = stop
     assert found == list(io.BytesIO(whole))
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 400), min_size=1, max_size=9),
+    cuts=st.lists(st.integers(0, 9000), max_size=6),
+    dictionary=st.booleans(),
+)
+def test_every_row_group_is_in_one_span(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cuts: list[int], dictionary: bool
+) -> None:
+    """Rows have the names that they have in the whole file."""
+    file = tmp_path_factory.mktemp("groups") / "t.parquet"
+    schema = pyarrow.schema({"other": pyarrow.int64(), "text": pyarrow.string()})
+    first = 0
+    with pyarrow.parquet.ParquetWriter(file, schema, use_dictionary=dictionary) as writer:
+        for size in sizes:
+            numbers = list(range(first, first + size))
+            texts = [f"row {number}" for number in numbers]
+            writer.write_table(pyarrow.table({"other": numbers, "text": texts}, schema))
+            first += size
+    whole = [(record.values, record.name) for record in READERS[".parquet"](file, "t", "text")]
+    assert [values["text"] for values, _ in whole] == [f"row {n}" for n in range(first)]
+    end = file.stat().st_size
+    stops = sorted({*(cut for cut in cuts if 0 < cut < end), end})
+    found = []
+    for start, stop in itertools.pairwise([0, *stops]):
+        part = list(read_span(file, "t", "text", start=start, stop=stop))
+        found += [(record.values, record.name) for record in part]
+    assert found == whole
+    if len(sizes) > 2:
+        offset = pyarrow.parquet.ParquetFile(file).metadata.row_group(1).column(0)
+        begin = offset.dictionary_page_offset or offset.data_page_offset
+        parts = [list(read_span(file, "t", "text", start=0, stop=begin + more)) for more in (0, 1)]
+        assert [len(part) for part in parts] == [sizes[0], sizes[0] + sizes[1]]
 
 
 @settings(max_examples=examples(50), deadline=None)

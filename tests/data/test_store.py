@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.cli import main
+from longctx.data import pieces
 from longctx.data.records.corpus import CorpusError
 from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import Tokenizer, TokenizerError
+from longctx.data.store import index
 from longctx.data.store.manifest import StoreError
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store
@@ -51,6 +53,41 @@ def expected_labels(store: Store, document: int, end: int) -> list[int]:
     return [
         int(tokens[i + 1]) if i + 1 < end and targets[i + 1] else IGNORED_LABEL for i in range(end)
     ]
+
+
+@pytest.mark.parametrize(("group", "block"), [(1, 2), (3, 6), (256, 1 << 20)])
+def test_an_index_knows_groups_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, block: int
+) -> None:
+    """So that a sampler need not look at all documents."""
+    monkeypatch.setattr(index, "GROUP", group)
+    monkeypatch.setattr(index, "BLOCK", block)
+    monkeypatch.setattr(pieces, "GROUP", group)
+    opened = byte_store(tmp_path, (*LENGTHS, 1, 9, 2, 1), conversations=2)
+    assert opened.groups(0) is not None
+    for max_length in (1, 2, 20, 400):
+        known = pieces.Pieces(opened, max_length=max_length, long_documents="split")
+        monkeypatch.setattr(opened, "groups", lambda source: None)
+        looked_at = pieces.Pieces(opened, max_length=max_length, long_documents="split")
+        monkeypatch.undo()
+        monkeypatch.setattr(pieces, "GROUP", group)
+        assert known.tally == looked_at.tally
+        assert list(known.in_order()) == list(looked_at.in_order())
+
+
+def test_groups_tell_documents_with_a_target_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "GROUP", 3)
+    index.write_groups(tmp_path, np.array([5, 9, 3, 1]), np.array([4, 0, 2, 0]))
+    found = np.load(tmp_path / index.GROUPS_FILE)
+    columns = {name: found[name].tolist() for name in found.dtype.names}
+    assert columns == {
+        "tokens": [8, 0],
+        "longest": [5, 0],
+        "learned": [2, 0],
+        "longest_of_all": [9, 1],
+    }
 
 
 def test_what_went_in_comes_out(store: Store) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from longctx.checksums import checksums
 from longctx.data.mixture import make_steps
-from longctx.data.sampler import held_out
 from longctx.data.store.documents import Documents
+from longctx.data.store.held_out import held_out
 from longctx.data.store.index import INDEX
 from longctx.data.store.store import Store, store_schema
 from tests.data_cases import byte_store
@@ -64,6 +64,7 @@ def large_store(folder: Path, documents: int, length: int, seed: int) -> Path:
     replace(
         small.manifest,
         documents=documents,
+        longest_length=length,
         tokens=documents * length,
         trained_tokens=documents * (length - 1),
         fingerprint=f"{seed:064x}",

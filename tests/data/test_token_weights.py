@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import longctx.data.store.writer
 from longctx.cli import main
 from longctx.data.loader import plan_step, read_step
+from longctx.data.pieces import Piece
 from longctx.data.records.chat import ChatError
-from longctx.data.sampler import Piece
 from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.errors import UserError
 from longctx.training.checks import check_model

@@ -21,11 +21,12 @@ import pytest
 from longctx.cli import main
 from longctx.config import load
 from longctx.data.mixture import make_steps
+from longctx.data.pieces import Piece, SamplerError
 from longctx.data.records.chat import ChatError
 from longctx.data.records.corpus import CorpusError
 from longctx.data.records.sources import open_corpus
 from longctx.data.records.tokenizer import TokenizerError
-from longctx.data.sampler import Piece, Sampler, SamplerError
+from longctx.data.sampler import Sampler
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.training.data import steps_of_run

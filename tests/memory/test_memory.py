@@ -550,7 +550,7 @@ LARGE = "--batch.tokens_per_rank=65536"
 
 
 TIMES = (
-    r"; [\d.,]+ s a step, [\d.,]+ (hours|minutes|seconds) for 100 steps, "
+    r"; [\d.,]+ s a step, [\d.,]+ tokens/s per (GPU|process)(, MFU \d+%)?, [\d.,]+ (hours|minutes|seconds) for 100 steps, "
     r"[\d.,]+ (GPU|process) hours per billion tokens"
 )
 
@@ -609,6 +609,24 @@ def test_an_estimate_says_first_whether_the_run_that_starts_fits(
     parts = re.findall(r"^  [a-z]\D* ([\d.,]+) GiB$", "\n".join(lines), re.MULTILINE)
     total = sum(float(part.replace(",", "")) for part in parts)
     assert total == pytest.approx(float(said[1].replace(",", "")), abs=0.005 * (1 + len(parts)))
+
+
+def test_an_estimate_says_tokens_per_second_and_utilisation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand, of documents of one length: matrices, and attention to half of all pairs."""
+    length = 30_000
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text(f"{length}\n" * 40)
+    assert main(["estimate", f"--lengths={lengths}", "--json", *ON_H100]) == 0
+    said = json.loads(capsys.readouterr().out)
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    matrices = 32 * layer + 4096 * 128256
+    per_token = 6 * matrices + 6 * 32 * 4096 * length
+    tokens_per_s = said["step_tokens"] / said["step_s"] / 8
+    assert said["tokens_per_s"] == pytest.approx(tokens_per_s)
+    assert said["mfu"] == pytest.approx(tokens_per_s * per_token / 989e12, rel=2e-3)
+    assert 0.2 < said["mfu"] < 0.7
 
 
 def test_an_estimate_reads_no_store_that_was_not_named(

@@ -27,7 +27,7 @@ from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel import expert
 from longctx.parallel.mesh import make_groups
 from longctx.training.metrics import StepMetrics
-from longctx.training.objectives.balance import Balance
+from longctx.training.objectives.balance import STATISTICS, Balance
 from tests.marks import examples
 from tests.training_cases import forced, start, train, train_then_save
 from tests.workers import Workers
@@ -190,9 +190,11 @@ def statistics_of_counts() -> tuple[dict[str, float], list[list[float]]]:
     ):
         gate.watch.add(torch.tensor(counts), torch.tensor(losses, dtype=torch.float64))
     balance = Balance([gate.watch for gate in gates], 0.25, mesh)
-    found = balance.end_step()
+    found = dict(zip(STATISTICS, balance.end_step().tolist(), strict=True))
     assert not any(gate.expert_bias.any() for gate in gates), "a step that is skipped moves no bias"
-    balance.move_biases()
+    balance.move_biases(torch.tensor(False))
+    assert not any(gate.expert_bias.any() for gate in gates)
+    balance.move_biases(torch.tensor(True))
     return found, [gate.expert_bias.tolist() for gate in gates]
 
 

@@ -1,5 +1,6 @@
 """The launch scripts call torchrun as they should, and a command starts its processes."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -200,11 +201,34 @@ def test_kubernetes_calls_torchrun(repository: Path, tmp_path: Path) -> None:
         )
 
 
+def test_kubernetes_prepares_all_shares(repository: Path, tmp_path: Path) -> None:
+    job = yaml.safe_load((repository / "examples" / "kubernetes_prepare.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["completions"] == int(environment["SHARES"]) >= job["spec"]["parallelism"]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text")
+    environment |= {"SHARES": "2", "SOURCE": "texts", "TOKENIZER": "bytes", "STORE": "store"}
+    command = [*container["command"], *container["args"]]
+    for index in (1, 0):
+        assert not (tmp_path / "store").exists() or index == 0
+        given = {**environment, "JOB_COMPLETION_INDEX": str(index)}
+        asked = run_script(command, tmp_path, {"longctx": 'printf "%s\\n" "$@"'}, given)
+        words = asked.stdout.splitlines()
+        assert words[words.index("--share") + 1] == f"{index + 1}/2"
+        with contextlib.chdir(tmp_path):
+            assert main(words) == 0
+    assert (tmp_path / "store" / "manifest.json").is_file()
+
+
 def test_the_image_is_that_of_the_kubernetes_job(repository: Path) -> None:
     lines = (repository / "examples" / "Dockerfile").read_text().splitlines()
     (image,) = [line.split(" -t ")[1].split()[0] for line in lines if " -t " in line]
     _, job = yaml.safe_load_all((repository / "examples" / "kubernetes.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
+    job = yaml.safe_load((repository / "examples" / "kubernetes_prepare.yaml").read_text())
+    assert job["spec"]["template"]["spec"]["containers"][0]["image"] == image
     assert container["image"] == image and f"WORKDIR {container['workingDir']}" in lines
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

@@ -108,7 +108,7 @@ def test_gradients_are_added_up_in_float32(workers: Workers, store: Path, tmp_pa
     for unsummed in workers.run(
         training_cases.unsummed_gradients_in_a_pipeline, 2, store, tmp_path, settings
     ):
-        assert len(unsummed) >= 8
+        assert len(unsummed) >= 6
         assert max(unsummed) == 0
 
 

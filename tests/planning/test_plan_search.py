@@ -299,7 +299,7 @@ def test_short_documents_stay_whole_in_a_pipeline(monkeypatch: pytest.MonkeyPatc
     plans = []
     for _ in range(2):
         plans.append(
-            make_plan(TEN * 3, ranks=8, tokens_per_rank=16384, profile=H100, pipeline=Pipeline(2))
+            make_plan(TEN * 5, ranks=8, tokens_per_rank=16384, profile=H100, pipeline=Pipeline(2))
         )
         monkeypatch.setattr(planner, "_with_fewer_splits", lambda given, best: best)
     whole, split = plans

@@ -185,7 +185,8 @@ SMALL = [
 def why_not_run(command: list[str]) -> str:
     """Reason why a command is not run here; empty if it is run."""
     arguments, text = longctx_arguments(command), " ".join(command)
-    if arguments is None and command[0] != "python":
+    installs = {"pip", "venv"} & set(command)
+    if arguments is None and (command[0] != "python" or installs):
         return "installs, serves or schedules, or tests/project/test_examples.py runs it"
     if re.search(r"--processes 8|--nproc-per-node 8|-node 4|--nnodes", text):
         return "more devices than two cores"
@@ -428,7 +429,7 @@ def test_the_pages_are_short() -> None:
     words = {
         name_of(page): len(generated.sub("", page.read_text("utf-8")).split()) for page in written
     }
-    assert sum(words.values()) <= 28_950, sorted(words.items(), key=lambda item: -item[1])[:5]
+    assert sum(words.values()) <= 29_100, sorted(words.items(), key=lambda item: -item[1])[:5]
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ ERRORS: dict[str, tuple[BaseException, int | None]] = {
 """Errors after the processes have joined, and the exit status; None: the error is raised."""
 
 
-@pytest.mark.parametrize("where", ["step", pytest.param("save", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["_queue", pytest.param("save", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", slow_unless(lambda name: name in ("a peer is gone", "interrupted"), ERRORS)
 )

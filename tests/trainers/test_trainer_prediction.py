@@ -101,8 +101,8 @@ def test_a_trainer_is_predicted_by_a_config_alone(
     verdict, source, *_ = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"fits: [\d.]+ GiB of 74.51 GiB per A100 \(FSDP2, gradient checkpointing, [\d,]+ tokens per "
-        r"rank, degrees? [12].*\); [\d.]+ s a step, [\d.]+ (seconds|minutes) for 100 steps, [\d.]+ "
-        "GPU hours per billion tokens",
+        r"rank, degrees? [12].*\); [\d.]+ s a step, [\d,]+ tokens/s per GPU, MFU \d+%, [\d.]+ "
+        r"(seconds|minutes) for 100 steps, [\d.]+ GPU hours per billion tokens",
         verdict,
     )
     assert source == f"steps of {lengths}, of 65,536 tokens"

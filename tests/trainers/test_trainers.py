@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from transformers import Trainer, TrainerCallback
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.documents import Document
+from longctx.trainers.dynamic import notes_on_sharding
 from longctx.trainers.families import AttentionOptions, family_of_model
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.kinds import Traits
@@ -1626,3 +1628,15 @@ def test_what_would_be_lost_of_a_batch_is_refused(
     dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     with pytest.raises(TrainerError, match=message):
         ours.train()
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "uses_ddp", "notes"), [(True, True, 1), (True, False, 0), (None, True, 0)]
+)
+def test_sharding_that_accelerate_leaves_out_is_said(
+    fsdp: bool | None, uses_ddp: bool, notes: int
+) -> None:
+    traits: Any = SimpleNamespace(args=SimpleNamespace(fsdp=fsdp), uses_ddp=uses_ddp)
+    said = list(notes_on_sharding(traits))
+    assert len(said) == notes
+    assert all("every process keeps all weights" in note for note in said)

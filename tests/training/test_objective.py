@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from longctx.model.balance import RouterWatch
 from longctx.planning.layout import Placement
-from longctx.training.objectives.balance import Balance
+from longctx.training.objectives.balance import STATISTICS, Balance
 from longctx.training.objectives.loss import cross_entropy_sum, log_probabilities, rows_with_labels
 from tests.data_cases import placed_plan
 
@@ -90,7 +90,7 @@ def test_experts_are_counted_over_all_ranks_with_tokens(monkeypatch: pytest.Monk
     domain = SimpleNamespace(get_group=lambda: "domain")
     mesh: Any = SimpleNamespace(tokens="tokens", domain=domain, device=torch.device("cpu"))
     balance = Balance([router], 0.0, mesh)
-    ended = balance.end_step()
+    ended = dict(zip(STATISTICS, balance.end_step().tolist(), strict=True))
     assert balance.counts is not None and balance.counts.tolist() == [[10, 30]]
     assert (ended["document_loss"], ended["z_loss"]) == (5.0, 2.5)
     assert (ended["expert_imbalance"], router.counts) == (1.5, None)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from longctx.config import load
+from longctx.data.store.store import Lengths
 from longctx.hf.source import lines_on
 from longctx.report import _dropped
 
@@ -27,14 +28,9 @@ LENGTHS = np.array([5, 10, 11, 30])
 def test_documents_that_are_dropped_or_cut_are_counted(
     treatment: str, max_length: int, words: str
 ) -> None:
-    class Store:
-        lengths = LENGTHS
-
-        def __len__(self) -> int:
-            return len(LENGTHS)
-
+    store = Lengths(LENGTHS.tolist(), "lengths", vocab_size=9)
     config = load(None, [f"data.long_documents={treatment}"])
-    run: Any = SimpleNamespace(config=config, data=SimpleNamespace(store=Store()))
+    run: Any = SimpleNamespace(config=config, data=SimpleNamespace(store=store))
     said = _dropped(run, max_length)
     assert words in said and bool(said) == bool(words)
 

@@ -177,16 +177,16 @@ def test_a_state_that_cannot_be_written_stops_all_ranks(
 
 
 def not_finite_after_a_checkpoint(store: Path, run: Path) -> list[str]:
-    trainer, step = start(store, run, ["train.steps=3", "checkpoint.every=1"]), Trainer.step
+    trainer, queue = start(store, run, ["train.steps=3", "checkpoint.every=1"]), Trainer._queue
 
-    def fails(self: Trainer) -> Any:
+    def fails(self: Trainer, batch: None) -> Any:
         if self.steps_done == 1:
             may_write.set()
             raise NonFiniteLoss("loss is nan")
-        return step(self)
+        return queue(self, batch)
 
     with pytest.MonkeyPatch.context() as patch, held() as may_write:
-        patch.setattr(Trainer, "step", fails)
+        patch.setattr(Trainer, "_queue", fails)
         with pytest.raises(NonFiniteLoss):
             trainer.train()
     return names(run)

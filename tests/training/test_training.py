@@ -681,8 +681,8 @@ def test_dry_run(
     ]
     verdict = re.match(
         r"fits: [\d.]+ [GM]iB of [\d.]+ GiB per rank, if all are on this machine \(recompute none, "
-        r"degrees? \d.*\); ([\d.]+) s a step, ([\d.]+) seconds for 100 steps, [\d.,]+ process hours "
-        r"per billion tokens\n",
+        r"degrees? \d.*\); ([\d.]+) s a step, [\d.,]+ tokens/s per process, ([\d.]+) seconds "
+        r"for 100 steps, [\d.,]+ process hours per billion tokens\n",
         said,
     )
     assert verdict

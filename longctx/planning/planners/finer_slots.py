@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from longctx.planning.assignment import Integers
+from longctx.planning.planners.list_scheduling import RULES, Rule
 from longctx.planning.planners.packing import PlacedRings, place, with_targets
 from longctx.planning.planners.planning_input import Degrees, PlanningInput
 
@@ -28,8 +29,19 @@ def on_finer_slots(
 
     A document that is not placed yet takes half a block if it needs there at most `share` of the
     mean time of a slot and of the token budget, then a quarter, and so on. One that would need more
-    is placed on the emptiest slot of its size.
+    is placed on a slot of its size, by the first rule with which all fit.
     """
+    for rule in RULES:
+        placed = _on_finer_slots(finer, rings, share, rounds=rounds, rule=rule)
+        if placed is not None:
+            return placed
+    return None
+
+
+def _on_finer_slots(
+    finer: Sequence[PlanningInput], rings: PlacedRings, share: float, *, rounds: int, rule: Rule
+) -> PlacedRings | None:
+    """Returns the placement of `on_finer_slots` by one rule."""
     even_ns = int((rings.degree * rings.time).sum()) // rings.load.size
     most_ns = share * even_ns
     most_tokens = share * finer[0].tokens_per_rank
@@ -37,7 +49,7 @@ def on_finer_slots(
     for half in finer:
         rest = np.flatnonzero(~finest.placed)
         long = (half.single_ns[rest] > most_ns) | (half.single_tokens[rest] > most_tokens)
-        placed = place(finest, rest[long], rounds)
+        placed = place(finest, rest[long], rounds, rule=rule)
         if placed is None:
             return None
         halved = _halved(placed, rest[~long], half)

@@ -4,15 +4,15 @@
    loaded run of ranks.
 2. Targets: the time of each micro-batch once it takes the remaining documents, poured in as water
    is, within the token budget.
-3. Remaining documents: longest first, each on the rank with the most room below its micro-batch's
-   target (list scheduling, Graham 1969).
+3. Remaining documents: longest first, each on the rank that needs it most to meet its
+   micro-batch's target (`list_scheduling.py`).
 
 The sum of the targets estimates the makespan without step 3, so many placements of rings are
 compared and few are filled.
 """
 
-import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, Runs
 from longctx.planning.cost.slow_ranks import Floats
+from longctx.planning.planners.list_scheduling import RULES, Rule, neediest_first
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planning_input import Degrees, PlanningInput
 
@@ -303,22 +304,31 @@ def _water_filled(load: Integers, free: Integers, *, work: int, tokens: int) -> 
     return target
 
 
-def fill(rings: PlacedRings) -> Assignment | None:
-    """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
+def fillings(rings: PlacedRings) -> Iterator[Assignment]:
+    """Yields assignments with the documents that are not placed yet, by each rule that finds room
+    for their tokens."""
     rest = _longest_first(rings, np.flatnonzero(~rings.placed))
-    chosen = _emptiest_slots(rings, rest)
-    if chosen is None:
-        return None
-    slots = rings.slots
-    slots[rest] = chosen
-    return rings.with_slots(slots)
+    for rule in RULES:
+        chosen = _slots_for(rings, rest, rule)
+        if chosen is None:
+            continue
+        slots = rings.slots
+        slots[rest] = chosen
+        yield rings.with_slots(slots)
 
 
-def place(rings: PlacedRings, documents: Integers, rounds: int) -> PlacedRings | None:
-    """Returns the placement with these documents, each in one slot and then balanced for at most
-    `rounds` rounds; None if their tokens do not fit."""
+def fill(rings: PlacedRings) -> Assignment | None:
+    """Returns the first of `fillings`; None if tokens do not fit."""
+    return next(fillings(rings), None)
+
+
+def place(
+    rings: PlacedRings, documents: Integers, rounds: int, rule: Rule = neediest_first
+) -> PlacedRings | None:
+    """Returns the placement with these documents, each in one slot by a rule and then balanced for
+    at most `rounds` rounds; None if their tokens do not fit."""
     order = _longest_first(rings, documents)
-    chosen = _emptiest_slots(rings, order)
+    chosen = _slots_for(rings, order, rule)
     if chosen is None:
         return None
     time = rings.time[order]
@@ -355,11 +365,10 @@ def _longest_first(rings: PlacedRings, documents: Integers) -> Integers:
     return documents[np.argsort(-rings.time[documents], kind="stable")]
 
 
-def _emptiest_slots(rings: PlacedRings, documents: Integers) -> Integers | None:
-    """Returns a slot for each document, in order: that with most room below its micro-batch's
-    target; None if their tokens do not fit."""
-    above_target = rings.load - rings.most_load
-    return emptiest_first(above_target, rings.free, rings.time[documents], rings.tokens[documents])
+def _slots_for(rings: PlacedRings, documents: Integers, rule: Rule) -> Integers | None:
+    """Returns slots for the documents, in order, by a rule; None if their tokens do not fit."""
+    left = rings.most_load - rings.load
+    return rule(left, rings.free, rings.time[documents], rings.tokens[documents])
 
 
 def even_out(rings: PlacedRings, plan: Assignment, rounds: int) -> Assignment:
@@ -378,34 +387,3 @@ def even_out(rings: PlacedRings, plan: Assignment, rounds: int) -> Assignment:
         rounds=rounds,
     )
     return rings.with_slots(slots)
-
-
-def emptiest_first(
-    load: Integers, free: Integers, time: Integers, tokens: Integers
-) -> Integers | None:
-    """Returns slots for documents of these times and tokens, in order: each gets the least loaded
-    slot with enough free tokens.
-
-    Slots without enough tokens wait until shorter documents fit them again; returns None if a
-    document fits nowhere.
-    """
-    count = load.size
-    room = free.ravel().tolist()
-    # Compare faster than pairs.
-    ready = [value * count + slot for slot, value in enumerate(load.ravel().tolist())]
-    heapq.heapify(ready)
-    waiting: list[tuple[int, int]] = []  # (-free tokens, entry of `ready`)
-    slots = []
-    for cost, need in zip(time.tolist(), tokens.tolist(), strict=True):
-        while waiting and -waiting[0][0] >= need:
-            heapq.heappush(ready, heapq.heappop(waiting)[1])
-        while ready and room[ready[0] % count] < need:
-            entry = heapq.heappop(ready)
-            heapq.heappush(waiting, (-room[entry % count], entry))
-        if not ready:
-            return None
-        slot = ready[0] % count
-        room[slot] -= need
-        heapq.heapreplace(ready, ready[0] + cost * count)
-        slots.append(slot)
-    return np.array(slots, dtype=np.int64)

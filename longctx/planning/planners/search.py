@@ -27,7 +27,7 @@ from longctx.planning.planners.finer_slots import on_finer_slots
 from longctx.planning.planners.packing import (
     PlacedRings,
     even_out,
-    fill,
+    fillings,
     place_rings,
     place_side_by_side,
 )
@@ -276,8 +276,7 @@ def _filled(table: DegreeTable, placements: Sequence[PlacedRings], below: int) -
             if _estimate_ns(given, placed) >= (1 + table.settings.same_gap) * below:
                 filled = True
                 continue
-            plan = fill(placed)
-            if plan is not None:
+            for plan in fillings(placed):
                 found.append(Filled.of(given, placed, plan))
                 below = min(below, found[-1].makespan_ns)
                 filled = True

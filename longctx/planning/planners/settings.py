@@ -114,7 +114,7 @@ LARGE = replace(
 """For large steps, which take seconds to plan."""
 HUGE_EFFORT = 1 << 23
 """Documents · ranks from which a step is huge."""
-HUGE = replace(LARGE, filled=1, good_gap=0.025, same_gap=0.003, whole_gap=0.003)
+HUGE = replace(LARGE, filled=1, good_gap=0.025)
 """For huge steps: their first plan is mostly good enough, and each further one takes seconds."""
 
 

@@ -24,7 +24,7 @@ from longctx.planning.cost.model import (
     nanoseconds,
 )
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.packing import emptiest_first
+from longctx.planning.planners.list_scheduling import emptiest_first
 from longctx.planning.planners.planning_input import Candidate, PlanningInput, fastest
 
 

@@ -1,8 +1,9 @@
 """Whole documents: of a plan's split documents the shortest are placed anew, each on one rank, as
 long as that takes hardly more time.
 
-A search compares few placements, all with many splits or with few. Here loads are those of the
-cost model for the plan, with the real waits of its rings.
+A search compares few placements, all with many splits or with few, by estimated loads. Here loads
+are those of the cost model for the plan, with the real waits of its rings: by these the plan's own
+whole documents are placed anew first.
 """
 
 import numpy as np
@@ -11,13 +12,17 @@ from longctx.planning.assignment import Integers, largest_shards
 from longctx.planning.cost.model import beyond_ns, linear_ns, nanoseconds
 from longctx.planning.cost.slow_ranks import usual_ns
 from longctx.planning.planners.packing import even_out, fill, with_targets
-from longctx.planning.planners.planning_input import Candidate, Degrees, PlanningInput
+from longctx.planning.planners.planning_input import Candidate, Degrees, PlanningInput, fastest
 from longctx.planning.planners.settings import SearchSettings
 
 
 def with_more_whole(given: PlanningInput, best: Candidate, settings: SearchSettings) -> Candidate:
     """Returns a plan that splits fewer documents and takes at most a share `settings.whole_gap`
-    more time, or the given one."""
+    more time than the given one with its whole documents evened out, or that one."""
+    none = np.zeros(0, dtype=np.int64)
+    evened = _with_whole(given, best, none, rounds=settings.whole_rounds)
+    if evened is not None:
+        best = fastest(best, evened)
     a = best.assignment
     limit = (1 + settings.whole_gap) * best.makespan_ns
     split = np.flatnonzero((a.degree > 1) & (given.single_tokens <= given.tokens_per_rank))

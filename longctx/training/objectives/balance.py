@@ -19,7 +19,7 @@ from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 
 STATISTICS = ("expert_layers", "expert_imbalance", "unused_experts", "document_loss", "z_loss")
-"""Names of what `Balance.end_step` returns, sums over this rank's layers."""
+"""Names of what `Balance.end_step` returns, sums over this rank's layers: their number first."""
 
 
 @dataclass
@@ -106,26 +106,30 @@ class Balance:
             dist.all_reduce(tensor, group=self.mesh.tokens)
         return counts, losses
 
-    def end_step(self) -> dict[str, float]:
-        """Sums the counts of the step, and returns its statistics, summed over this rank's layers.
-        Collective.
+    @torch.no_grad()
+    def end_step(self) -> torch.Tensor:
+        """Sums the counts of the step, and returns its `STATISTICS`, summed over this rank's
+        layers: float64 [5], on the device. Collective.
 
         The imbalance of a layer is the tokens of its busiest expert over the mean.
         """
+        device = self.mesh.device
         if not self.routers:
-            return dict.fromkeys(STATISTICS, 0.0)
+            return torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
         self.counts, losses = self._sums()
         wide = self.counts.double()
         imbalance = wide.amax(1) / wide.mean(1).clamp(min=1)
         unused = (self.counts == 0).double().mean(1)
-        totals = torch.stack([imbalance.sum(), unused.sum(), *losses.sum(0)]).tolist()
-        return dict(zip(STATISTICS, [float(len(self.routers)), *totals], strict=True))
+        layers = torch.full((), float(len(self.routers)), dtype=torch.float64, device=device)
+        return torch.stack([layers, imbalance.sum(), unused.sum(), *losses.sum(0)])
 
-    def move_biases(self) -> None:
-        """Moves the biases by the counts of the step that has ended: part of its update."""
+    def move_biases(self, finite: torch.Tensor) -> None:
+        """Moves the biases by the counts of the step that has ended: part of its update. They stay
+        where they are unless `finite`, bool [] on the device."""
         if self.counts is not None:
+            rate = self.bias_rate * finite
             for router, counts in zip(self.routers, self.counts, strict=True):
-                router.move_bias(counts, self.bias_rate)
+                router.move_bias(counts, rate)
 
 
 def _begin_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> Callable[[], object]:

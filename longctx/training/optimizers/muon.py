@@ -68,6 +68,10 @@ class Muon(torch.optim.AdamW):
         ranks: group of all ranks that hold parts of them; None: this process holds all of them.
     """
 
+    found_inf: torch.Tensor | None = None
+    """Whether to leave out the next update, float32 []: 1 or 0. Torch's fused AdamW looks for it,
+    too."""
+
     def __init__(
         self,
         groups: Any,
@@ -95,12 +99,16 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
-        """Updates all parameters, and removes the gradients of matrices. Collective."""
+        """Updates all parameters, and removes the gradients of matrices. Collective.
+
+        Weights and state stay as they are if `found_inf` is 1.
+        """
+        left_out = None if self.found_inf is None else self.found_inf > 0
         group_of = {
             parameter: group for group in self.param_groups for parameter in group["params"]
         }
         directions = [
-            self._direction(parameter, group_of[parameter]["momentum"])
+            self._direction(parameter, group_of[parameter]["momentum"], left_out)
             for parameter in self.matrices
         ]
         for owned in self.turns:
@@ -108,24 +116,33 @@ class Muon(torch.optim.AdamW):
                 parameter = self.matrices[matrix.parameter]
                 group = group_of[parameter]
                 weight = _rows(parameter)[part.in_shard]
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                kept = 1 - group["lr"] * group["weight_decay"]
                 rate = _adjust_lr(group["lr"], "match_rms_adamw", torch.Size(matrix.shape))
-                weight.add_(update.view_as(weight).to(weight.device), alpha=-rate)
+                change = update.view_as(weight).to(weight.device)
+                if left_out is not None:
+                    kept = torch.where(left_out, 1.0, kept)
+                    change = change.masked_fill(left_out, 0.0)
+                weight.mul_(kept)
+                weight.add_(change, alpha=-rate)
         of_others: Any = torch.optim.AdamW.step  # of the parameters that still have gradients
         # Torch has seen an AdamW, and would run the hooks of this step again.
         if getattr(of_others, "hooked", False):
             of_others = of_others.__wrapped__
         of_others(self)
 
-    def _direction(self, parameter: nn.Parameter, momentum: float) -> torch.Tensor:
-        """Adds the gradient to the momentum and removes it. Returns this rank's rows of what is
-        orthogonalised (Nesterov)."""
+    def _direction(
+        self, parameter: nn.Parameter, momentum: float, left_out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Adds the gradient to the momentum, unless `left_out`, and removes it. Returns this rank's
+        rows of what is orthogonalised (Nesterov)."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = _rows(state["momentum_buffer"])
         gradient = torch.zeros_like(buffer) if parameter.grad is None else _rows(parameter.grad)
         parameter.grad = None
+        if left_out is not None:
+            gradient = torch.where(left_out, buffer, gradient)  # with which the momentum stays
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum).bfloat16()
 
