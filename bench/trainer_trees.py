@@ -21,7 +21,7 @@ import torch.distributed as dist
 import trl
 
 from longctx.trainers import dynamic_context_parallel
-from trainers import StepTimes, in_rounds, model, of_all_ranks, tokenizer
+from trainers import QUIET, StepTimes, in_rounds, model, of_all_ranks, tokenizer
 
 STEPS = 3
 """The first one is not counted."""
@@ -86,13 +86,7 @@ def made(kind: str, folder: Path) -> Any:
     args: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "max_steps": STEPS,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "logging_steps": 1,
+        **QUIET,
         "shuffle_dataset": False,
     }
     more: dict[str, Any] = {}

@@ -88,6 +88,18 @@ def main() -> None:
     in_rounds(__doc__, "trainers.csv", COLUMNS, by_round)
 
 
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
+"""Arguments of a trainer on CPUs that saves and reports nothing."""
+
+
 def in_rounds(
     doc: str | None,
     name: str,
@@ -215,12 +227,8 @@ def made(way: Way, folder: str) -> SFTTrainer:
     defaults = {
         "output_dir": folder,
         "num_train_epochs": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
     }
-    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1}
-    args = SFTConfig(**{**defaults, **quiet, **way.options})
+    args = SFTConfig(**{**defaults, **QUIET, **way.options})
     data = datasets.Dataset.from_list(documents)
     trainer = SFTTrainer(model(), args=args, train_dataset=data, processing_class=tokenizer())
     if args.packing:  # as many steps as the others have

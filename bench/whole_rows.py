@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from trl import RewardConfig, RewardTrainer
 
 from longctx.trainers import dynamic_context_parallel
-from trainers import VOCABULARY, StepTimes, in_rounds, model, of_all_ranks, tokenizer
+from trainers import QUIET, VOCABULARY, StepTimes, in_rounds, model, of_all_ranks, tokenizer
 
 DOCUMENTS, STEPS = 64, 4
 LEAST_TOKENS = 50
@@ -79,13 +79,7 @@ def options(folder: Path) -> dict[str, Any]:
         "num_train_epochs": 1,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": DOCUMENTS // STEPS // dist.get_world_size(),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "logging_steps": 1,
+        **QUIET,
     }
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import (
@@ -272,9 +273,10 @@ def waits_of_the_loop(store: Path, run: Path, settings: list[str]) -> tuple[set[
             watching.close()
         return metrics
 
-    trainer.runner.forward_backward = ran  # type: ignore[method-assign]
-    trainer._settle_due = settled  # type: ignore[method-assign]
-    assert trainer.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.runner, "forward_backward", ran)
+        patch.setattr(trainer, "_settle_due", settled)
+        assert trainer.train()
     assert watch.on_device
     return marks["between"], marks["later"]
 
