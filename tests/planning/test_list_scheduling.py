@@ -49,7 +49,7 @@ def first_by_all_slots(
     return chosen
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(1200), deadline=None)
 @given(cases())
 def test_the_neediest_slot_is_that_of_all_slots(case: list[Integers]) -> None:
     slots = neediest_first(*case)
@@ -70,6 +70,22 @@ def test_a_slot_with_much_time_and_few_tokens_gets_the_longest_document_that_fit
     left, free, time, tokens = arrays([90, 100], [10, 100], [60, 15, 15], [10, 5, 5])
     assert neediest_first(left, free, time, tokens).tolist() == [0, 1, 1]
     assert emptiest_first(-left, free, time, tokens).tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("left", "time", "expected"),
+    [
+        ([5, 50], [10], [1]),  # the needy slot has not the time
+        ([5, 50], [10, 4], [1, 0]),  # but for a shorter document
+        ([5, 8], [10], [1]),  # none has: the one with most time
+    ],
+)
+def test_a_slot_waits_for_documents_that_it_has_time_for(
+    left: list[int], time: list[int], expected: list[int]
+) -> None:
+    """The first slot has 2 tokens left, and so the most need; the other has 60."""
+    given = arrays(left, [2, 60], time, [1] * len(time))
+    assert neediest_first(*given).tolist() == expected
 
 
 @pytest.mark.parametrize("rule", [neediest_first, emptiest_first])

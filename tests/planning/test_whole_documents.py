@@ -12,7 +12,9 @@ from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import Assignment
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.parts import PartCosts
+from longctx.planning.planners import finer_slots
 from longctx.planning.planners.finer_slots import halves, on_finer_slots
+from longctx.planning.planners.list_scheduling import neediest_first
 from longctx.planning.planners.packing import PlacedRings, fill, place_rings
 from longctx.planning.planners.planning_input import Candidate, PlanningInput
 from longctx.planning.planners.settings import DEFAULT
@@ -171,3 +173,14 @@ def test_what_a_document_takes_is_what_its_ranks_lose_without_it(
     took = plan.assignment.runs(plan.timed.time.shape).spread(_own_ns(step, plan))
     token_ns = profile.linear_s_per_token * 1e9
     assert (abs(plan.timed.time - took) <= len(lengths) * (2 * token_ns + 4)).all()
+
+
+def test_the_second_rule_places_what_the_first_has_no_room_for() -> None:
+    lengths = np.array([1732, 952, 700, 1126, 2264, 260, 872])
+    blocks = PlanningInput(FREE, lengths, 4, 2000).in_blocks(2)
+    rings = place_rings(blocks, blocks.with_degrees(np.ones_like(lengths)), 1)
+    assert rings is not None
+    finer = halves(blocks)
+    by_need = finer_slots._on_finer_slots(finer, rings, 1 / 8, rounds=8, rule=neediest_first)
+    assert by_need is None
+    assert on_finer_slots(finer, rings, 1 / 8, rounds=8) is not None

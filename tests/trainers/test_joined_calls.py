@@ -2,6 +2,7 @@
 one by one, and losses that change what the model gets are planned by call."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from longctx.trainers import dynamic_context_parallel
-from longctx.trainers.joined_calls import Group, _ends_of_groups
+from longctx.trainers.joined_calls import Group, JoinedCalls, _ends_of_groups
 from tests.marks import slow_unless
 from tests.trainer_cases import (
     DOCUMENTS_A_STEP,
@@ -151,3 +152,55 @@ def test_gradients_that_no_call_follows_go_through_the_model_alone() -> None:
     assert torch.equal(weight.grad, torch.tensor([15.0, 15.0, 0.0, 0.0, 0.0]))
     group.end()
     assert torch.equal(weight.grad, torch.tensor([15.0, 15.0, 0.0, 0.0, 0.0]))
+
+
+def test_a_group_ends_with_the_batch_of_its_last_call() -> None:
+    """Also if that does not call the model."""
+    weight = torch.ones(2, requires_grad=True)
+    nobody: Any = None
+    joined = JoinedCalls(nobody, nobody)
+    batches: list[dict[str, Any]] = [{}, {}]
+    joined.begin_step(batches)
+    joined._group = Group(0, (weight * 3).split([1, 1]))
+    with joined.of_batch(batches[0]):
+        joined._group.values_of(0).sum().backward()
+    assert weight.grad is None
+    with joined.of_batch(batches[1]):
+        pass
+    assert torch.equal(weight.grad, torch.tensor([3.0, 0.0]))
+
+
+class _TwoRanks:
+    """An exchange of which another rank tells something else."""
+
+    ranks = 2
+    planning = SimpleNamespace(tokens_per_rank=1000)
+
+    def __init__(self, other: tuple[int, bool, list[int]]) -> None:
+        self.other = other
+
+    def told_by_all(self, told: Any) -> list[Any]:
+        return [told, self.other]
+
+
+@pytest.mark.parametrize(
+    ("other", "joins"),
+    [
+        ((0, True, [3]), True),
+        ((0, False, [3]), False),
+        ((1, True, [3]), False),
+        ((0, True, [3, 3]), False),
+    ],
+)
+def test_calls_are_joined_if_all_ranks_expected_them(
+    other: tuple[int, bool, list[int]], joins: bool
+) -> None:
+    batch = {"input_ids": torch.tensor([[5, 6, 7]])}
+    planned: Any = SimpleNamespace(exchange=_TwoRanks(other))
+
+    def read(fields: Any) -> Any:
+        return [SimpleNamespace(tokens=row) for row in fields["input_ids"]]
+
+    joined = JoinedCalls(planned, read)
+    joined.begin_step([batch])
+    assert joined._begin(0, batch) is joins
