@@ -205,6 +205,7 @@ def settings(run: Run) -> tuple[Config, int]:
         "reduce": {"parallel.reduce_after": "micro_batch"},
         "shard": {"parallel.shard_ranks": run.other.get("shard")},
         "mlp_tile": {"train.mlp_tile_tokens": 2048},
+        "gathered_kv": {"context.max_remote_tokens": run.tokens_per_rank},
     }
     given |= {name: value for key in run.other for name, value in known.get(key, {}).items()}
     return load(
@@ -429,7 +430,8 @@ def peak_bytes(run: Run) -> int:
 
     With `whole_logits` the loss keeps all logits and their gradients, with 12 bytes or as many as
     are given; with `bf16_states` weights, gradients and moments have two bytes instead of four;
-    with `float32_frozen` frozen weights have four.
+    with `float32_frozen` frozen weights have four. With `gathered_kv` attention holds K and V of all
+    ranks, and gradients of one rank's at a time, as PyTorch's ring does by default.
     """
     config, vocabulary = settings(run)
     spec = replace(config.model_source(vocabulary).spec, vocab_size=vocabulary)
@@ -441,6 +443,7 @@ def peak_bytes(run: Run) -> int:
     if "float32_frozen" in run.other:
         shards = config.parallel.shard_ranks or config.domain(run.gpus)
         frozen = 2 * (spec.parameters - spec.trained_parameters) // shards
+    gathered = _gathered_kv_bytes(run, spec) if "gathered_kv" in run.other else 0
     found = []
     loads = list(full_loads(config, run.gpus))
     for moment in _moments(spec, config, run.gpus, loads, True):
@@ -448,8 +451,18 @@ def peak_bytes(run: Run) -> int:
         halved = "bf16_states" in run.other and "lora" not in run.other
         saved = states // 2 if halved else 0
         more = logits if moment.moment == "loss" else 0
+        if moment.remote_kv:
+            more += gathered
         found.append(moment.total - moment.device - saved + frozen + more)
     return max(found)
+
+
+def _gathered_kv_bytes(run: Run, spec: ModelSpec) -> int:
+    """Returns the bytes of K and V of the ranks that a ring in rounds would not hold: it holds its
+    own and two more."""
+    layer = spec.largest_layer
+    row = 2 * 2 * layer.num_key_value_heads * layer.head_dim
+    return max(0, run.cp - 3) * row * run.tokens_per_rank
 
 
 def flops(run: Run) -> float:

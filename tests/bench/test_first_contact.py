@@ -349,6 +349,7 @@ def test_a_part_that_dies_hangs_or_says_nothing_leaves_the_others_and_the_file(
     assert "## Do messages between GPUs work?" in page and "# First contact: unknown device" in page
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_a_machine_that_others_use_is_slow_and_does_not_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

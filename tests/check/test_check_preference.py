@@ -328,6 +328,7 @@ def found_by_trl(probes: list[Probe], **more: Any) -> list[list[str]]:
     return [[str(finding) for finding in verdict.findings] for verdict in report.verdicts]
 
 
+@pytest.mark.slow
 def test_a_trainer_of_trl_on_pairs_is_right() -> None:
     assert found_by_trl([*PROBES[:4]]) == [[], [], [], []]
     assert found_by_trl([SHORT], adapters=True) == [[]]

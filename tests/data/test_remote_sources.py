@@ -27,6 +27,7 @@ from longctx.data.store.store import Store
 from longctx.paths import PathError, expanded, redacted
 from longctx.remote import RemoteError, RemotePath, any_name, any_path
 from tests.data.test_shares import written
+from tests.marks import slow_unless
 from tests.remote_cases import BUCKET, SECRET, Storage, put, s3_server, secrets_in, upload
 
 
@@ -74,6 +75,7 @@ def sources(folder: Path) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_a_store_is_that_of_the_same_files_here(tmp_path: Path, server: Storage) -> None:
     source = sources(tmp_path / "source")
     upload(source, f"s3://{BUCKET}/all")
@@ -99,7 +101,7 @@ def test_a_store_is_that_of_the_same_files_here(tmp_path: Path, server: Storage)
     assert not {"all/a.jsonl", "all/e.parquet", "all/f.arrow"} & server.sent.keys()
 
 
-@pytest.mark.parametrize("what", ["slow", "503", "cut"])
+@pytest.mark.parametrize("what", slow_unless(lambda what: what == "503", ["slow", "503", "cut"]))
 def test_faults_that_pass_change_nothing(tmp_path: Path, server: Storage, what: str) -> None:
     source = written(tmp_path / "source", 0, records=20)
     upload(source, f"s3://{BUCKET}/{what}")

@@ -226,6 +226,7 @@ def test_a_model_with_nan_or_infinity_is_refused_by_its_parameter(
     )
 
 
+@pytest.mark.slow
 def test_a_sharded_model_with_nan_is_refused_on_all_ranks(workers: Workers) -> None:
     said = workers.run(
         partial(prepare_damaged, "model.embed_tokens.weight", torch.nan, 0, sharded=True), 2

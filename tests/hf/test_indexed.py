@@ -56,6 +56,7 @@ def test_steps_are_those_of_one_process(workers: Workers, kind: str, ranks: int)
     assert_exact(workers, Case(kind), ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "deepseek_v32", KINDS))
 def test_long_documents_are_those_of_one_process(workers: Workers, kind: str) -> None:
     """A choice between two keys may be another one where their scores differ by rounding alone, so

@@ -115,6 +115,7 @@ def test_less_room_is_better_than_a_refusal(store: Path) -> None:
     assert fit(more, store, 1, 1000) == more  # and the run is refused
 
 
+@pytest.mark.slow
 def test_copies_of_weights_are_kept(store: Path) -> None:
     """Which ranks share weights is settled before ranks can compare their memory."""
     config = load(None, settings(store, "parallel.shard_ranks=1"), world_size=2)

@@ -67,6 +67,7 @@ def test_sizes_count_adapters_once() -> None:
     assert {layer.adapter_width for layer in found.layers} == {7 * 4}
 
 
+@pytest.mark.slow
 def test_other_adapters_or_another_base_are_refused_on_resume(
     workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -216,6 +216,7 @@ def test_what_blocks_keep_in_host_memory_changes_nothing(mode: str, device: str)
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_compiled_blocks_keep_the_same_in_host_memory(mode: str) -> None:
     """Neither weights, which sharding frees, nor tables that all blocks share."""

@@ -75,6 +75,7 @@ def test_resume_under_another_split(
     assert [m.grad_norm for m in found] == pytest.approx([m.grad_norm for m in alone[1:]], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_buffers_exist_for_micro_batches_under_way(
     workers: Workers, store: Path, tmp_path: Path
 ) -> None:

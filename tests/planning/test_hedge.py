@@ -97,6 +97,7 @@ def test_an_error_that_no_rate_can_have_is_refused(error: float) -> None:
         replace(H100, rate_error=error)
 
 
+@pytest.mark.slow
 def test_plans_of_pipelines_are_hedged() -> None:
     lengths = load_mix("wikipedia").draw(128, 1)
     worst = []

@@ -9,6 +9,7 @@ import pytest
 import longctx
 from longctx import cli
 from tests import launched
+from tests.marks import slow_unless
 from tools import outputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +70,11 @@ def test_the_tests_that_hold_blocks_exist() -> None:
 SHOWING = [page for page in outputs.PAGES if outputs.BLOCK.search(page.read_text("utf-8"))]
 
 
-@pytest.mark.parametrize("page", SHOWING, ids=name_of)
+# Its commands take longest.
+LONG = "parallelism.md"
+
+
+@pytest.mark.parametrize("page", slow_unless(lambda page: page.name != LONG, SHOWING), ids=name_of)
 def test_output_is_that_of_the_commands_above(
     page: Path,
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_trainer_is_of_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--trl is of a checkpoint: set --model.from_pretrained" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_tokens_need_more_memory_and_whole_gradients_count(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

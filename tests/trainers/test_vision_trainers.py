@@ -155,9 +155,7 @@ SEQUENCES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "case",
-    slow_unless(
-        lambda case: case in ("DPO, of which a rank has only texts", "GRPO with KL"), SEQUENCES
-    ),
+    slow_unless(lambda case: case == "GRPO with KL", SEQUENCES),
 )
 def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, case: str) -> None:
     """Logs, completions included, and weights are those of plain training on as many ranks; rows

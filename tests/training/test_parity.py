@@ -32,7 +32,7 @@ def parity(tmp_path_factory: pytest.TempPathFactory) -> Parity:
     return Parity((base.parent if "popen" in base.name else base) / "parity")
 
 
-QUICK = chosen(covering(), 24)
+QUICK = chosen(covering(), 18)
 CASES = [*covering(), *(case for case in covering(8, tries=3) if case not in covering())]
 
 

@@ -112,7 +112,10 @@ def test_a_run_ahead_is_the_run_that_waits(
 
 @pytest.mark.parametrize(
     ("policy", "steps", "logged"),
-    [("stop", [3], 2), pytest.param("skip", [2, 3, 4, 5, 6], 4, marks=pytest.mark.slow)],
+    [
+        pytest.param("stop", [3], 2, marks=pytest.mark.slow),
+        pytest.param("skip", [2, 3, 4, 5, 6], 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_ahead_stops_where_one_that_waits_does(
     workers: Workers, store: Path, tmp_path: Path, policy: str, steps: list[int], logged: int

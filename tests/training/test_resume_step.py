@@ -32,6 +32,7 @@ def losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in steps_in(run)}
 
 
+@pytest.mark.slow
 def test_it_repeats_what_the_run_did(
     shorts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

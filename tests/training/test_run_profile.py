@@ -554,6 +554,7 @@ def planned_by(store: Path, run: Path, other: str) -> Any:
         return next(trainer.loader).plan.profile
 
 
+@pytest.mark.slow
 def test_a_run_plans_by_the_scaled_profile_or_not_at_all(
     workers: Workers, store: Path, tmp_path: Path
 ) -> None:
