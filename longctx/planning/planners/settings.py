@@ -66,8 +66,8 @@ class SearchSettings:
 
     blocks: Sequence[int] = (32, 16, 8, 4, 2, 1)
     first_block: int = 8
-    finer_gap: float = 0.01
-    good_gap: float = 0.001
+    finer_gap: float = 0.002
+    good_gap: float = 0.003
 
     shares: Sequence[int] = range(44, 10, -2)
     short: float = 0.15
@@ -77,7 +77,7 @@ class SearchSettings:
     several: int = 5
     prices: Sequence[int] = (*range(32, 23, -1), 22, 19, 16, 8, 0)
     price_gap: float = 0.005
-    good_own_gap: float = 0.0
+    good_own_gap: float = 0.02
     many: int = 12
 
     filled: int = 3
@@ -102,7 +102,6 @@ LARGE_EFFORT = 1 << 19
 """Documents · ranks from which a step is large."""
 LARGE = replace(
     DEFAULT,
-    finer_gap=0.002,
     good_gap=0.0175,
     good_own_gap=0.015,
     filled=2,
