@@ -1,7 +1,8 @@
 """Loads: the rows that plans place on every rank and move between ranks, using the exchange rounds
 of the real schedules."""
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -51,14 +52,59 @@ class Load:
 
 
 def loads(plans: Iterable[Plan], config: Config) -> set[Load]:
-    """Returns the loads of all ranks in all micro-batches of `plans`, with the exchange settings of
-    `config.context`."""
-    return {
+    """Returns the heaviest loads of all ranks in all micro-batches of `plans`, with the exchange
+    settings of `config.context`."""
+    found = {
         load
         for plan in plans
         for number in range(len(plan.micro_batches))
         for load in micro_batch_loads(plan, number, config)
     }
+    return set(heaviest(found))
+
+
+def heaviest(given: Iterable[Load]) -> list[Load]:
+    """Returns the loads of which no other has as many rows of each kind: one of them needs the most
+    memory."""
+    alike = defaultdict(list)
+    for load in given:
+        kind = load.micro_batches, load.kv_copies, load.first
+        alike[kind].append(load)
+    found: list[Load] = []
+    for group in alike.values():
+        found.extend(_heaviest_of(group))
+    return found
+
+
+def _heaviest_of(group: Sequence[Load]) -> Iterator[Load]:
+    rows = np.array([_rows(load) for load in group])
+    # In this order no load has as many rows as one before it.
+    order = np.lexsort(rows.T[::-1])[::-1]
+    kept = np.empty_like(rows)
+    count = 0
+    for place in order:
+        exceeded = kept[:count] >= rows[place]
+        if exceeded.all(axis=1).any():
+            continue
+        kept[count] = rows[place]
+        count += 1
+        yield group[place]
+
+
+def _rows(load: Load) -> tuple[float, ...]:
+    """Returns what memory grows with: rows of each kind, and the share of the remote ones that is
+    held at once."""
+    at_once = load.held / load.remote if load.remote else 0.0
+    return (
+        load.tokens,
+        load.remote,
+        load.sent,
+        load.held,
+        load.fullest,
+        load.swapped,
+        load.source,
+        at_once,
+    )
 
 
 def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = None) -> set[Load]:

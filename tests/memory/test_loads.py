@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from longctx.attention import HybridAttention, packed_attention
 from longctx.config import load
-from longctx.memory.loads import full_loads, micro_batch_loads
+from longctx.memory.loads import Load, full_loads, heaviest, micro_batch_loads
+from longctx.memory.model import estimate
+from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
@@ -172,3 +174,68 @@ def test_a_step_has_as_many_micro_batches_as_hold_its_tokens(tokens: int, expect
     found = full_loads(config, 2, H100)
     assert {each.micro_batches for each in found} == {expected}
     assert {each.first for each in found} == {expected == 1}
+
+
+@st.composite
+def many_loads(draw: st.DrawFn) -> list[Load]:
+    """Loads of ranks, of which many have as many rows of a kind."""
+    few = st.integers(0, 3)
+    found = []
+    for _ in range(draw(st.integers(2, 5))):
+        remote = 4096 * draw(few)
+        held = remote * draw(few) // 3
+        load = Load(
+            tokens=4096,
+            remote=remote,
+            sent=4096 * draw(few) if remote else 0,
+            held=held,
+            fullest=held * draw(few) // 3,
+            micro_batches=draw(st.integers(1, 2)),
+            swapped=4096 * draw(st.integers(0, 1)),
+            first=draw(st.booleans()),
+        )
+        found.append(load)
+    return found
+
+
+@given(
+    candidates=many_loads(),
+    recompute=st.sampled_from(RECOMPUTE_MODES),
+    keep_kv=st.booleans(),
+    ulysses_degree=st.sampled_from((1, 2)),
+)
+@settings(max_examples=examples(600), deadline=None)
+def test_one_of_the_heaviest_loads_needs_the_most(
+    candidates: list[Load], recompute: str, keep_kv: bool, ulysses_degree: int
+) -> None:
+    config = load(
+        None,
+        [
+            "model.preset=llama-3.1-8b",
+            f"train.recompute={recompute}",
+            f"context.keep_kv={keep_kv}",
+            f"context.ulysses_degree={ulysses_degree}",
+            "batch.tokens_per_rank=4096",
+        ],
+        world_size=8,
+    )
+    spec = config.model_source(1000).spec
+    few = heaviest(candidates)
+    assert set(few) <= set(candidates)
+    for one in candidates:
+        of_all = estimate(spec, config, 8, [one], fused=True).total
+        # Parts are rounded to bytes.
+        assert of_all <= estimate(spec, config, 8, few, fused=True).total + 16
+
+
+def test_a_load_that_another_exceeds_is_left_out() -> None:
+    large = Load(tokens=9, remote=8, sent=4, held=8, fullest=8, micro_batches=1)
+    small = replace(large, tokens=8)
+    for kind in ("sent", "held", "fullest", "swapped", "source"):
+        more_of_one = replace(small, **{kind: 9})
+        assert set(heaviest([large, more_of_one])) == {large, more_of_one}, kind
+    # Fewer remote rows, all of which are held at once: of what is sent, too.
+    rounds = replace(large, held=4, fullest=4)
+    at_once = replace(rounds, remote=4)
+    assert set(heaviest([small, large, rounds])) == {large}
+    assert set(heaviest([rounds, at_once])) == {rounds, at_once}
