@@ -1,7 +1,7 @@
 """Finer slots: after rings are in their places in blocks of ranks, shorter documents take half a
 block, a quarter, … one rank, so that they are not split more than evenness needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -31,11 +31,17 @@ def on_finer_slots(
     mean time of a slot and of the token budget, then a quarter, and so on. One that would need more
     is placed on a slot of its size, by the first rule with which all fit.
     """
+    return next(by_each_rule(finer, rings, share, rounds=rounds), None)
+
+
+def by_each_rule(
+    finer: Sequence[PlanningInput], rings: PlacedRings, share: float, rounds: int
+) -> Iterator[PlacedRings]:
+    """Yields the placements of `on_finer_slots` by each rule with which all documents fit."""
     for rule in RULES:
         placed = _on_finer_slots(finer, rings, share, rounds=rounds, rule=rule)
         if placed is not None:
-            return placed
-    return None
+            yield placed
 
 
 def _on_finer_slots(

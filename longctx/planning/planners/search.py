@@ -14,6 +14,7 @@ the one with the fewest splits.
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ from longctx.planning.assignment import NEVER, Assignment, Integers, least_degre
 from longctx.planning.cost.model import fixed_ns, nanoseconds
 from longctx.planning.cost.rounds import PRICE
 from longctx.planning.planners.degree_table import DegreeTable, needs_no_ring
-from longctx.planning.planners.finer_slots import on_finer_slots
+from longctx.planning.planners.finer_slots import by_each_rule
+from longctx.planning.planners.list_scheduling import RULES
 from longctx.planning.planners.packing import (
     PlacedRings,
     even_out,
@@ -291,20 +293,22 @@ def _variants(
     yield table.given, rings
     if not table.halves:
         return
+    # The choice of a rule matters most where few micro-batches even out its errors.
+    rules = len(RULES) if len(rings.load) < table.settings.several else 1
     for share in table.settings.finer_shares:
-        finer = on_finer_slots(table.halves, rings, share, rounds=table.settings.evened_early)
-        if finer is not None:
+        found = by_each_rule(table.halves, rings, share, rounds=table.settings.evened_early)
+        for finer in itertools.islice(found, rules):
             yield table.halves[-1], finer
     for rows in range(1, 1 + len(rings.load) // table.settings.together_every):
-        finer = short_together(
+        together = short_together(
             table.halves,
             rings,
             rows,
             share=table.settings.finer_shares[0],
             rounds=table.settings.evened_early,
         )
-        if finer is not None:
-            yield table.halves[-1], finer
+        if together is not None:
+            yield table.halves[-1], together
 
 
 def _best_filled(table: DegreeTable, plans: list[Filled]) -> Candidate:
