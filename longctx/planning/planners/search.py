@@ -293,8 +293,9 @@ def _variants(
     yield table.given, rings
     if not table.halves:
         return
-    # The choice of a rule matters most where few micro-batches even out its errors.
-    rules = len(RULES) if len(rings.load) < table.settings.several else 1
+    rules = 1
+    if len(rings.load) < table.settings.several:
+        rules = len(RULES)  # as few micro-batches do not even out the errors of one
     for share in table.settings.finer_shares:
         found = by_each_rule(table.halves, rings, share, rounds=table.settings.evened_early)
         for finer in itertools.islice(found, rules):
