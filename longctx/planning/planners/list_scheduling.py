@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longctx.planning.assignment import Integers
 
@@ -56,8 +57,10 @@ def neediest_first(
     and one has 4; a document of 6 time and 4 tokens goes to the second, and one of 3 time and 3
     tokens to the first.
     """
-    slots = _Slots(left.ravel(), free.ravel())
-    chosen = []
+    chosen: list[int] = []
+    if len(time) == 0:
+        return np.array(chosen, dtype=np.int64)
+    slots = _Slots(left.ravel(), free.ravel(), time=int(time[0]), tokens=int(tokens[0]))
     for cost, need in zip(time.tolist(), tokens.tolist(), strict=True):
         slot = slots.take(cost, need)
         if slot is None:
@@ -67,22 +70,25 @@ def neediest_first(
 
 
 class _Slots:
-    """Slots in three heaps: those in which the last documents fit, those with too few tokens for
-    them, and those with too little time.
+    """Slots in three heaps: those in which the last documents fit, by need; those with too few
+    tokens for them, as (-free tokens, slot); and those with too little time, as (-time left, slot).
 
     A slot moves to another heap only when a document meets it, so a heap may also hold slots of
     another kind.
     """
 
-    def __init__(self, left: Integers, free: Integers) -> None:
+    def __init__(self, left: Integers, free: Integers, *, time: int, tokens: int) -> None:
+        """`time` and `tokens` are those of the first document."""
         self.left: list[int] = left.tolist()
         self.free: list[int] = free.tolist()
         self.count = len(self.left)
+        has_tokens = free >= tokens
+        fits = has_tokens & (left >= time)
         # An entry is a slot and its need in one number, as numbers compare faster than pairs.
         entries = np.arange(self.count) - left // np.maximum(free, 1) * self.count
-        self.neediest: list[int] = entries[free > 0].tolist()
-        self.short_of_tokens: list[tuple[int, int]] = []  # (-free tokens, slot)
-        self.short_of_time: list[tuple[int, int]] = []  # (-time left, slot)
+        self.neediest: list[int] = entries[fits].tolist()
+        self.short_of_tokens = _sorted_by(-free, ~has_tokens & (free > 0))
+        self.short_of_time = _sorted_by(-left, has_tokens & ~fits)
         heapq.heapify(self.neediest)
 
     def take(self, time: int, tokens: int) -> int | None:
@@ -108,7 +114,10 @@ class _Slots:
         """Moves slots in which documents fit again, as these become shorter, to the neediest."""
         while self.short_of_tokens and -self.short_of_tokens[0][0] >= tokens:
             _, slot = heapq.heappop(self.short_of_tokens)
-            heapq.heappush(self.neediest, self._entry(slot))
+            if self.left[slot] < time:
+                heapq.heappush(self.short_of_time, (-self.left[slot], slot))
+            else:
+                heapq.heappush(self.neediest, self._entry(slot))
         while self.short_of_time and -self.short_of_time[0][0] >= time:
             _, slot = heapq.heappop(self.short_of_time)
             heapq.heappush(self.neediest, self._entry(slot))
@@ -134,6 +143,14 @@ class _Slots:
                 return slot
             heapq.heappush(self.short_of_tokens, (-self.free[slot], slot))
         return None
+
+
+def _sorted_by(values: Integers, which: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Returns some slots with their values, the lowest first, which is a heap."""
+    slots = np.flatnonzero(which)
+    order = np.argsort(values[slots], kind="stable")
+    slots = slots[order]
+    return list(zip(values[slots].tolist(), slots.tolist(), strict=True))
 
 
 def roomiest_first(
