@@ -16,6 +16,7 @@ from torch import Tensor
 from longctx.attention.inputs import AttentionInputError
 from longctx.attention.kernels.contract import Computes, KernelRequest
 from longctx.attention.kernels.selected import SelectedKernel
+from longctx.attention.kernels.sparse import SparseFunctions, SparseKernel
 from longctx.attention.ring import RingAttention
 from longctx.attention.ring_pass import NO_LAYER, Choose, RingPass
 from longctx.attention.ring_schedule import chunks
@@ -102,6 +103,25 @@ class LongDocuments:
         choose = partial(self._choose, selected, ring.choose)
         return ring.choosing(choose)
 
+    def sparse_attention(
+        self,
+        ring: RingAttention,
+        selected: Tensor,
+        functions: SparseFunctions,
+    ) -> RingAttention:
+        """Returns the same attention, on latents, by the functions of a package."""
+
+        def choose(_: KernelRequest, call: Call) -> Computes:
+            return SparseKernel(
+                functions,
+                selected,
+                self._positions(call),
+                longest=self.longest,
+                has_selection=self._holds,
+            )
+
+        return ring.choosing(choose)
+
     def _choose(
         self,
         selected: Tensor,
@@ -110,17 +130,19 @@ class LongDocuments:
         call: Call,
     ) -> Computes:
         """Returns the kernel of a call of ring attention."""
-        if call.rows is None:
-            positions = self._own
-        else:
-            positions = self._received[id(call)]
         return SelectedKernel(
             selected,
-            positions,
+            self._positions(call),
             longest=self.longest,
             has_selection=self._holds,
             dense=partial(dense, request, call),
         )
+
+    def _positions(self, call: Call) -> Tensor:
+        """Returns the positions of a call's keys in their documents."""
+        if call.rows is None:
+            return self._own
+        return self._received[id(call)]
 
     def _holds(self, segment: Segment) -> bool:
         """Returns whether the queries of a segment belong to a long document."""

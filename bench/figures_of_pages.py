@@ -325,16 +325,23 @@ def robust_table() -> list[str]:
     return markdown(head, lines, numbers_from=1)
 
 
-def prepare_rate() -> list[str]:
-    """Hours of `longctx prepare` for 2 TB, from its CPU time per byte."""
+DOLLARS_PER_CORE_HOUR = 0.05
+"""What an hour of one core of a rented machine is assumed to cost."""
+
+
+def prepare_rate(price: float = DOLLARS_PER_CORE_HOUR) -> list[str]:
+    """Hours of `longctx prepare` for 2 TB, from its CPU time per byte, and dollars at an assumed
+    price of an hour of a core."""
     row = next(row for row in rows_of("prepare-rate") if row["what"] == "prepare")
     s_per_gb = float(row["seconds"]) / int(row["amount"]) * 1e9
     core_hours = 2000 * s_per_gb / 3600
+    cost = f"${core_hours * price:,.2f}"
     lines = []
     for machines, cores in ((1, 64), (16, 64)):
         hours = core_hours / machines / cores
-        lines.append([f"{machines} of {cores} cores", f"{hours:,.1f}", f"{core_hours:,.0f}"])
-    return markdown(["machines", "hours for 2 TB", "core hours"], lines, numbers_from=1)
+        lines.append([f"{machines} of {cores} cores", f"{hours:,.1f}", f"{core_hours:,.0f}", cost])
+    head = ["machines", "hours for 2 TB", "core hours", f"if one costs ${price:g}"]
+    return markdown(head, lines, numbers_from=1)
 
 
 def prepare_peers() -> list[str]:

@@ -1,6 +1,7 @@
 """CPU seconds of `longctx prepare` per GB of JSON Lines, and seconds to open a large index.
 
-    python bench/prepare_rate.py      # about 2 minutes on one core
+    python bench/prepare_rate.py                 # about 2 minutes on one core
+    python bench/prepare_rate.py --price 0.03    # hours and cost by what was measured before
 
 Measured: CPU time of this process (other work on the machine changes it little) with one tokenizer
 thread on the standard library of this Python as JSON Lines, read often enough for 30 MB, by a BPE
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from figures_of_pages import prepare_rate
 from harness import Table, facts, options
 from longctx.data.records.sources import open_corpus
 from longctx.data.store.index import BATCH, BATCHES, LENGTHS, Index
@@ -47,7 +49,12 @@ def anonymous_mib() -> float:
 
 
 def main() -> None:
-    arguments = options(__doc__ or "", "prepare-rate").parse_args()
+    parser = options(__doc__ or "", "prepare-rate")
+    parser.add_argument("--price", type=float, help="dollars of an hour of one core")
+    arguments = parser.parse_args()
+    if arguments.price is not None:
+        print("\n".join(prepare_rate(arguments.price)))
+        return
     table = Table(
         arguments.out.with_suffix(".csv"), COLUMNS, facts("longctx", "tokenizers"), overwrite=True
     )

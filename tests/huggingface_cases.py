@@ -95,12 +95,12 @@ def make_documents(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     ]
 
 
-def one_document(model: Any, length: int = 16) -> dict[str, Any]:
+def one_document(model: Any, length: int = 16, **options: Any) -> dict[str, Any]:
     """Returns the inputs of a prepared model for one document on one rank."""
     (batch,), targets = pack_documents(
         placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,))
     )
-    return model_inputs(model, batch, targets)
+    return model_inputs(model, batch, targets, **options)
 
 
 def unpacked(

@@ -16,11 +16,14 @@ from transformers import PreTrainedModel
 from longctx.attention.exchange import Exchange
 from longctx.attention.indexed import LongDocuments, queries_of
 from longctx.attention.keeping import contexts
+from longctx.attention.kernels import sparse
 from longctx.attention.kernels.selected import SelectedKernel
+from longctx.attention.kernels.sparse import SparseKernel
 from longctx.data.packing import pack_documents
 from longctx.hf.attention import model_inputs, prepare
 from longctx.hf.indexed import Selection
 from longctx.planning.layout import Placement, Shard
+from tests import sparse_package
 from tests.data_cases import placed_plan
 from tests.family_cases import build
 from tests.huggingface_cases import gradients, make_documents, shard, unpacked
@@ -77,6 +80,8 @@ class Case:
     """Whether recomputation keeps what attention returned."""
     sharded: bool = False
     fault: str = ""
+    sparse: bool = False
+    """Whether a package has sparse kernels."""
     dtype: torch.dtype = torch.float32
 
 
@@ -119,7 +124,7 @@ def step(case: Case) -> tuple[float, list[Tensor], dict[str, int]]:
     documents = make_documents(case.lengths)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
     parts = []
-    with counted() as sent, fault(case.fault):
+    with counted() as sent, fault(case.fault), package(model, case.sparse):
         for batch in micro_batches:
             inputs = model_inputs(model, batch, targets, **case.options)
             parts.append(model(**inputs).loss)
@@ -184,16 +189,35 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 @contextmanager
+def package(model: PreTrainedModel, is_there: bool = True) -> Iterator[None]:
+    """Puts `sparse_package` in place of the packages with sparse kernels, for the sizes of a model
+    on CPUs."""
+    config = model.config.get_text_config()
+    changes: dict[str, Any] = {"DEVICE": "cpu", "DTYPE": model.dtype}
+    changes |= {"LATENT": config.kv_lora_rank, "ROTARY": config.qk_rope_head_dim}
+    names = "sparse_mla_fwd_interface", "sparse_mla_bwd"
+    changes["PACKAGES"] = (tuple(f"{sparse_package.__name__}.{name}" for name in names),)
+    with ExitStack() as stack:
+        if is_there:
+            sparse.sparse_functions.cache_clear()
+            stack.callback(sparse.sparse_functions.cache_clear)
+            stack.enter_context(mock.patch.multiple(sparse, **changes))
+        yield
+
+
+@contextmanager
 def fault(name: str) -> Iterator[None]:
     """Puts a fault into indexed attention.
 
     "ignored": each query sees all keys. "ring order": index keys of a document stand in the order
     of its ranks, not of its tokens. "ties": of keys with equal scores, the last are selected.
-    "shifted": each query sees the key before each selected one.
+    "shifted": each query sees the key before each selected one. "one key less": sparse kernels do not
+    see the last row that was selected.
     """
     gather = LongDocuments.gather
     run = Selection._run
     seen = SelectedKernel._seen
+    indices = SparseKernel._indices
 
     def in_ring_order(self: LongDocuments, keys: Tensor, layer: int | None) -> Any:
         return [(held, _by_rank(held, whole)) for held, whole in gather(self, keys, layer)]
@@ -207,11 +231,16 @@ def fault(name: str) -> Iterator[None]:
     def shifted(self: SelectedKernel, part: Any) -> Tensor:
         return seen(self, part).roll(1, dims=1)
 
+    def without_one(self: SparseKernel, rows: int, segments: Any) -> Tensor:
+        found = indices(self, rows, segments)
+        return found.masked_fill(found == found.max(), -1)
+
     faults = {
-        "ignored": (Selection, "attention", lambda self, ring, layer: ring),
+        "ignored": (Selection, "attention", lambda self, ring, layer, functions: ring),
         "ring order": (LongDocuments, "gather", in_ring_order),
         "ties": (Selection, "_run", last_of_ties),
         "shifted": (SelectedKernel, "_seen", shifted),
+        "one key less": (SparseKernel, "_indices", without_one),
     }
     with ExitStack() as stack:
         if name:

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow
 
 from longctx.data.store.held_out import Halves, halves
 from longctx.data.store.index import Index
+from longctx.data.store.manifest import TOKEN_FILES
 
+IN_PLACE = {2: pyarrow.uint16(), 4: pyarrow.int32()}
+"""Types of the tokens of files of others, by their bytes."""
 KEPT_BATCHES = 8
 """Record batches that are kept open: those of a long document, and of its neighbours."""
 
@@ -70,18 +74,48 @@ class Documents:
     def batch(self, number: int) -> Any:
         """Returns a record batch."""
         if number not in self._open:
-            part, begin, end = self._span(number)
-            content = self._parts.read(part, begin, end)
-            schema = self._schemas[int(self.index.batches[number]["weighted"])]
-            try:
-                batch = _parsed(content, schema, is_first=begin == 0)
-            except (pyarrow.ArrowException, OSError, StopIteration) as error:
-                raise ValueError(f"{self._parts.names[part]}: {error}") from error
+            batch = self._read(number)
             while len(self._open) >= KEPT_BATCHES:
                 self._open.popitem(last=False)
             self._open[number] = batch
         self._open.move_to_end(number)
         return self._open[number]
+
+    def _read(self, number: int) -> Any:
+        """Returns a record batch as its part has it. Raises ValueError if it is damaged."""
+        part, begin, end = self._span(number)
+        content = self._parts.read(part, begin, end)
+        if self._parts.names[part].endswith(TOKEN_FILES):
+            return self._in_place(number, content)
+        schema = self._schemas[int(self.index.batches[number]["weighted"])]
+        try:
+            return _parsed(content, schema, is_first=begin == 0)
+        except (pyarrow.ArrowException, OSError, StopIteration) as error:
+            raise ValueError(f"{self._parts.names[part]}: {error}") from error
+
+    def _in_place(self, number: int, content: Any) -> Any:
+        """Returns the record batch of documents in a file of nothing but tokens, uint16 or int32;
+        each token is a target."""
+        part, _, _ = self._span(number)
+        first = int(self._firsts[number])
+        stop = len(self)
+        if number + 1 < len(self._firsts):
+            stop = int(self._firsts[number + 1])
+        lengths = self.index.lengths_of(slice(first, stop))
+        tokens = int(lengths.sum())
+        kind = IN_PLACE[len(content) // tokens]
+        values = pyarrow.Array.from_buffers(kind, tokens, [None, content])
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        of_part = np.searchsorted(self.index.batches["part"], part)
+        before = int(self._firsts[of_part])
+        numbers = range(first - before, stop - before)
+        columns = {
+            "name": in_place_names(self._parts.names[part], numbers),
+            "tokens": pyarrow.LargeListArray.from_arrays(offsets, values),
+            "length": lengths,
+        }
+        return pyarrow.RecordBatch.from_pydict(columns)
 
     def fetch(self, documents: Sequence[int]) -> None:
         """Fetches what documents are read from, if that is far away."""
@@ -89,11 +123,24 @@ class Documents:
         self._parts.fetch([self._span(number) for number in numbers])
 
     def _number(self, document: int) -> int:
+        """Returns the number of the record batch of a document."""
         return bisect_right(self._firsts, document) - 1
 
     def _span(self, number: int) -> tuple[int, int, int]:
+        """Returns the number of a record batch's part, and where its bytes begin and end there."""
         batch = self.index.batches[number]
-        return int(batch["part"]), int(batch["begin"]), int(batch["end"])
+        part = int(batch["part"])
+        begin = int(batch["begin"])
+        end = int(batch["end"])
+        return part, begin, end
+
+
+def in_place_names(part: str, numbers: range) -> list[str]:
+    """Returns the names of documents of a file of tokens."""
+    names = []
+    for number in numbers:
+        names.append(f"{part}:{number}")
+    return names
 
 
 def _parsed(content: Any, schema: Any, *, is_first: bool) -> Any:

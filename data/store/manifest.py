@@ -21,6 +21,9 @@ VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"
+TOKEN_FILES = (".bin", ".ds")
+"""Endings of parts that Megatron and datatrove wrote, which are read in place."""
+PARTS = (ARROW, *TOKEN_FILES)
 TOKENIZER_FILES = "tokenizer"
 """Folder of the checkpoint's tokenizer files."""
 
@@ -151,8 +154,8 @@ class Manifest(SourceCounts, Counts):
 
     @property
     def checksums_of_parts(self) -> dict[str, str]:
-        """Checksums of the Arrow files, by name."""
-        return {name: sums for name, sums in self.checksums.items() if name.endswith(ARROW)}
+        """Checksums of the parts, by name."""
+        return {name: sums for name, sums in self.checksums.items() if name.endswith(PARTS)}
 
     @property
     def loss(self) -> str:
@@ -222,8 +225,8 @@ def is_store(folder: Path) -> bool:
 
 def files_of_store(folder: Path) -> list[str]:
     """Returns the names of the files that a store lists, of any version, damaged or not, and of its
-    manifest."""
+    manifest; but not of those that other programs wrote."""
     files = json.loads((folder / MANIFEST).read_text("utf-8")).get("files")
     if isinstance(files, dict):
-        return [MANIFEST, *files]
+        return [MANIFEST, *(name for name in files if not name.endswith(TOKEN_FILES))]
     return [MANIFEST]

@@ -248,10 +248,10 @@ def _described(work: Preparation, slices: Sequence[FinishedSlice]) -> Manifest:
     _check_targets(corpus, read, written, request.max_length)
     conversations = bool(set(read.formats) - WITHOUT_TEMPLATE)
     if request.given is None and TOKEN_IDS in read.formats:
-        raise _unnamed(corpus)
+        raise unnamed(corpus)
     pretrained = request.pretrained
     if pretrained is not None:
-        _copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
+        copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
         if request.templates is None and conversations:
             (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     source = corpus.fingerprint(digests)
@@ -318,19 +318,19 @@ def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
         if first and characters > TRAINING_BYTES:
             break
         if document.ids is not None:
-            raise _unnamed(corpus)
+            raise unnamed(corpus)
         yield from document.texts
         read += document.source_bytes * every
     progress("training the tokenizer", 1)
 
 
-def _unnamed(corpus: Corpus) -> TokenizerError:
+def unnamed(corpus: Corpus) -> TokenizerError:
     return TokenizerError(
         f"{corpus.source} has token ids: name the tokenizer that they are from (--tokenizer)"
     )
 
 
-def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, str] | None) -> None:
+def copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, str] | None) -> None:
     """Copies the files of a pretrained model, and writes the template if it is another one."""
     tokenizer_files.copy(pretrained.files, pretrained.folder, folder)
     if templates is not None and templates != pretrained.templates:

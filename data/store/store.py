@@ -47,7 +47,7 @@ from longctx.data.store.cache import Cache, CachedParts
 from longctx.data.store.documents import Documents, Parts
 from longctx.data.store.held_out import HeldOut, halves
 from longctx.data.store.index import BLOCK, INDEX, LENGTHS, Index, write_index
-from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, damaged
+from longctx.data.store.manifest import PARTS, TOKENIZER, Manifest, StoreError, damaged
 from longctx.data.store.mapped import SMALL, LocalParts, MappedFile
 from longctx.errors import UserError, shell
 from longctx.remote import RemotePath, any_path
@@ -154,7 +154,7 @@ class Store:
         manifest = Manifest.load(path)
         try:
             for name in manifest.files:
-                is_whole = not name.endswith((ARROW, *INDEX))
+                is_whole = not name.endswith((*PARTS, *INDEX))
                 if is_whole and (problem := damage(path / name, manifest.checksums[name])):
                     raise ValueError(problem)
             used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)

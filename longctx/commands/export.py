@@ -4,7 +4,7 @@ load."""
 import argparse
 import re
 
-from longctx.commands.output import a_path
+from longctx.commands.output import a_path, a_source
 from longctx.errors import UserError
 from longctx.paths import no_run
 
@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace OUT if longctx wrote it; other files there stay",
     )
+    parser.add_argument(
+        "--upload",
+        type=a_source,
+        metavar="ADDRESS",
+        help="upload OUT to object storage too, such as s3://bucket/model",
+    )
     parser.epilog = (
         "Runs in one process, whatever the number of processes of the run, and reads one block at "
         "a time. Then:\n\n"
@@ -63,7 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     import torch  # which takes seconds
 
     from longctx.training.saved.export import export, how_to_load
+    from longctx.training.saved.upload import check_upload, upload_export
 
+    there = None
+    if arguments.upload is not None:
+        there = check_upload(arguments.upload, overwrite=arguments.overwrite)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     exported = export(
         arguments.run,
@@ -75,6 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         merge=arguments.merge,
     )
     print(exported, how_to_load(arguments.out), sep="\n")
+    if there is not None:
+        upload_export(arguments.out, there)
+        print(f"{there}: uploaded")
     return 0
 
 

@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum vocabulary of --tokenizer bpe (default: 4096)",
     )
     parser.add_argument(
+        "--in-place",
+        action="store_true",
+        help="make the store beside token files of Megatron (.bin with .idx) or datatrove (.ds "
+        "with .ds.index), in their folder, without a copy; --tokenizer is that of the tokens",
+    )
+    parser.add_argument(
         "--ray",
         metavar="ADDRESS|auto",
         help="make the store on a Ray cluster, whose machines see source and --out under the same "
@@ -215,8 +221,12 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     began = time.perf_counter()
-    out = arguments.out or Path("stores", default_name(arguments.source))
-    prepared = _prepared(arguments, out)
+    prepared: Prepared | None
+    if arguments.in_place:
+        out, prepared = _in_place(arguments)
+    else:
+        out = arguments.out or Path("stores", default_name(arguments.source))
+        prepared = _prepared(arguments, out)
     if prepared is None and arguments.json:
         print(json.dumps({"out": str(out), "made": False, "share": arguments.share}, indent=2))
     elif prepared is None:
@@ -247,6 +257,12 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--long-documents is {arguments.long_documents}, but no length is set: give "
             "--max-length"
         )
+    others = arguments.out, arguments.share, arguments.ray
+    if arguments.in_place and any(others):
+        raise UserError(
+            "--in-place makes the store in the source's folder, at once: omit --out, --share and "
+            "--ray"
+        )
     if arguments.ray is not None and arguments.share is not None:
         raise UserError("--ray and --share are two ways to use many machines: omit one of the two")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
@@ -254,6 +270,24 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit "
             "one of the two"
         )
+
+
+def _in_place(arguments: argparse.Namespace) -> "tuple[Path, Prepared]":
+    """Makes a store of token files in their folder. Returns the folder, and what was made."""
+    from longctx.data.store.in_place import prepare_in_place
+
+    folder = Path(arguments.source)
+    if not folder.is_dir():
+        folder = folder.parent
+    with progress_bar() as progress:
+        prepared = prepare_in_place(
+            arguments.source,
+            arguments.tokenizer,
+            end_of_document=arguments.end_of_document,
+            overwrite=arguments.overwrite,
+            progress=progress,
+        )
+    return folder, prepared
 
 
 def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":

@@ -503,12 +503,14 @@ def attend(
             f"{name} has an indexer that selects keys for all heads together, so heads cannot be "
             "swapped for tokens: use no Ulysses (context.ulysses_degree 1)"
         )
-    if indices is not None:
-        attention = indices.attention(attention, layer)
     # [1, heads, tokens, dim] → [tokens, heads, dim]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _autocast(query, key, value))
     latents = latents_of(module, key, value, k.dtype)
-    return attention(q, k, v, layer, sink_logits=s_aux, compressed=latents).unsqueeze(0), None
+    if indices is None:
+        out = attention(q, k, v, layer, sink_logits=s_aux, compressed=latents)
+    else:
+        out = indices.attend(attention, q, k, v, layer=layer, sink_logits=s_aux, latents=latents)
+    return out.unsqueeze(0), None
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

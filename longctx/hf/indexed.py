@@ -19,10 +19,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from longctx.attention.expansion import Compressed
 from longctx.attention.indexed import LongDocuments, queries_of
 from longctx.attention.keeping import kept
+from longctx.attention.kernels.sparse import SparseFunctions, sparse_functions, usable
 from longctx.attention.linear import not_compiled
 from longctx.attention.ring import RingAttention
+from longctx.hf.absorbed import attend_absorbed, is_linear
 from longctx.hf.exactness import Alone, HuggingFaceError
 from longctx.hf.masks import CausalMask
 from longctx.planning.cost.indexed import Index, with_index
@@ -76,9 +79,57 @@ class Selection:
         self._selected: Tensor | None = None
 
     @not_compiled
-    def attention(self, ring: Any, layer: int | None) -> Any:
-        """Returns ring attention, or `Alone`, with the selected keys; as it is if no document of
-        this rank is longer than what is selected."""
+    def attend(
+        self,
+        ring: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int | None,
+        sink_logits: Tensor | None,
+        latents: Compressed | None,
+    ) -> Tensor:
+        """Returns ring attention, or that of `Alone`, to the selected keys: of latents, where a
+        package has kernels that read no others."""
+        functions = self._functions(ring, q, latents)
+        attention = self.attention(ring, layer, functions)
+        if functions is None or attention is ring:
+            found: Tensor = attention(
+                q,
+                k,
+                v,
+                layer,
+                sink_logits=sink_logits,
+                compressed=latents,
+            )
+            return found
+        assert latents is not None
+        return attend_absorbed(attention, q, latents, layer=layer, sink_logits=sink_logits)
+
+    def _functions(
+        self, ring: Any, q: Tensor, latents: Compressed | None
+    ) -> SparseFunctions | None:
+        """Returns those of a package that can attend to the selected keys."""
+        if latents is None or isinstance(ring, Alone):
+            return None
+        if ring.kernel != "auto" or ring.softcap or ring.scale is None:
+            return None
+        is_usable = usable(
+            q,
+            latents.first,
+            latents.second,
+            deterministic=ring.deterministic,
+        )
+        if is_usable and is_linear(latents):
+            return sparse_functions()
+        return None
+
+    def attention(
+        self, ring: Any, layer: int | None, functions: SparseFunctions | None = None
+    ) -> Any:
+        """Returns ring attention, or `Alone`, with the selected keys, by the functions of a package
+        if given; as it is if no document of this rank is longer than what is selected."""
         # Weights of the indexer are sharded again once its own layer is done: others only reuse.
         if isinstance(ring, Alone):  # every token sees itself
             if self._inputs:
@@ -91,7 +142,9 @@ class Selection:
             self._inputs = {}
         if not long.shards:
             return ring
-        return long.attention(ring, self._selected)
+        if functions is None:
+            return long.attention(ring, self._selected)
+        return long.sparse_attention(ring, self._selected, functions)
 
     def new_ones(self, *_: Any, **__: Any) -> Tensor:
         """Raises HuggingFaceError: attention of transformers begins its mask with this method."""

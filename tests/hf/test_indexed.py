@@ -23,6 +23,7 @@ from longctx.planning.layout import Layout, Placement
 from longctx.planning.tree import ROOT, Tree
 from longctx.trainers.families import Causal
 from tests import indexed_cases as cases
+from tests import sparse_package
 from tests.data_cases import placed_plan
 from tests.family_cases import GRADIENT_TOLERANCE, LOSS_TOLERANCE, build, largest_error
 from tests.huggingface_cases import build_model, make_documents, one_document
@@ -136,6 +137,65 @@ def test_short_documents_are_left_to_dense_kernels() -> None:
         model(**one_document(model, 16)).loss.backward()
         with pytest.raises(AssertionError):
             model(**one_document(model, 17))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    slow_unless(
+        lambda kind, ranks: (kind, ranks) == ("deepseek_v32", 3),
+        product(KINDS, (1, 3)),
+    ),
+)
+def test_sparse_kernels_of_a_package_are_exact(workers: Workers, kind: str, ranks: int) -> None:
+    case = Case(kind, sparse=True)
+    assert assert_exact(workers, case, ranks) == assert_exact(workers, Case(kind), ranks)
+    _, wanted = cases.expected(case)
+    wrong = replace(case, fault="one key less")
+    _, gradients, _ = workers.run(cases.step, ranks, wrong)[0]
+    assert largest_error(gradients, wanted) > VISIBLE * GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sparse=True, recompute=True),
+        Case(sparse=True, sharded=True),
+        Case("glm_moe_dsa", sparse=True, lora=True, options={"keep_kv": True}),
+    ],
+    ids=lambda case: f"{case.kind} {case.options} {case.recompute} {case.sharded} {case.lora}",
+)
+def test_sparse_kernels_with_options_are_exact(workers: Workers, case: Case) -> None:
+    assert_exact(workers, case, ranks=3)
+
+
+def test_sparse_kernels_read_no_other_keys() -> None:
+    model = cases.make_model(Case(settings={"index_topk": 16}))
+    prepare(model)
+    calls = sparse_package.CALLS
+    calls.update(forward=0, backward=0)
+    with (
+        cases.package(model),
+        mock.patch.object(SelectedKernel, "_blocks", side_effect=AssertionError),
+    ):
+        model(**one_document(model, 16)).loss.backward()
+        assert calls == {"forward": 0, "backward": 0}
+        model(**one_document(model, 17)).loss.backward()
+        assert calls == {"forward": 2, "backward": 2}
+        with pytest.raises(AssertionError):
+            model(**one_document(model, 17, kernel="reference"))
+        with pytest.raises(AssertionError):
+            model(**one_document(model, 17, deterministic=True))
+
+
+def test_an_expansion_with_a_bias_is_left_to_other_kernels() -> None:
+    model = cases.make_model(Case())
+    projection = model.model.layers[0].self_attn.kv_b_proj
+    projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
+    prepare(model)
+    sparse_package.CALLS.update(forward=0)
+    with cases.package(model), torch.no_grad():
+        model(**one_document(model, 40))
+    assert sparse_package.CALLS["forward"] == len(model.model.layers) - 1
 
 
 def test_indexers_are_frozen_and_given_back() -> None:
