@@ -14,6 +14,8 @@ Answers in OUT.md, which is rewritten after every part, beside what was predicte
   messages   On two and more GPUs: do rings, pipelines and training over NCCL give what one process gives (pytest -m gpu)?
   profile    What are the constants of this machine for the planner (longctx calibrate), on two and more GPUs those of messages
              between them too?
+  several    On two and more GPUs: is a ring over all of them right and fast, and what do dynamic degrees gain over the best
+             single one, and over TRL's packing (several_gpus.py)?
 
 Each part is a process of its own, with a share of the time: one that hangs is ended with all that
 it started, OUT.md has the end of the output of one that failed, and the others run. Rows are
@@ -44,21 +46,23 @@ SHARES = {"device": 0.1, "compile": 0.25, "attention": 0.5, "training": 0.85, "p
 """Share of the time that has passed at the end of each part."""
 OF_SEVERAL = {
     "device": 0.06,
-    "compile": 0.16,
-    "attention": 0.36,
-    "training": 0.62,
-    "messages": 0.82,
-    "profile": 1.0,
+    "compile": 0.15,
+    "attention": 0.28,
+    "training": 0.45,
+    "messages": 0.58,
+    "profile": 0.72,
+    "several": 1.0,
 }
 """The same on two and more GPUs."""
 DRY = {
     "device": 0.1,
     "compile": 0.15,
     "attention": 0.3,
-    "training": 0.6,
-    "messages": 0.7,
-    "messages here": 0.85,
-    "profile": 1.0,
+    "training": 0.55,
+    "messages": 0.63,
+    "messages here": 0.77,
+    "profile": 0.87,
+    "several": 1.0,
 }
 """The same for a dry run, with the tests of messages once as on GPUs, where all are skipped, and
 once on processes."""
@@ -76,6 +80,7 @@ NOT_SHOWN = {
     "messages": "NCCL; that the tests for GPUs are found is shown",
     "messages here": "NCCL; the same tests pass over gloo",
     "profile": "constants of a GPU, bandwidth and latency between GPUs",
+    "several": "speed of GPUs; that two processes give the right result is shown",
 }
 """What a dry run of a part cannot show."""
 TAIL = 25
@@ -229,6 +234,10 @@ def commands(part: str, out: Path, minutes: float, *, small: bool, gpus: int) ->
             f"--batch.tokens_per_rank={256 if small else 16384}",
         ]
         return ["-m", "longctx", "calibrate", *settings, "--out", f"{out}-profile.yaml", *several]
+    if part == "several":
+        files = ["--profile", f"{out}-profile.yaml", "--out", f"{out}-several"]
+        words = ["--gpus", str(gpus), "--minutes", f"{minutes:.2f}", *tiny]
+        return [str(HERE / "several_gpus.py"), *files, *words]
     script = [
         str(HERE / f"{part}_gpu.py"),
         "--first",

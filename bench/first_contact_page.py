@@ -17,6 +17,7 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
 from longctx.training.described import read_described
 from longctx.training.run_profile import default_profile, run_profile
+from several_gpus import CLAIMS
 from training_rows import FASTEST, VOCABULARY, Gpu, runs
 
 Rows = list[dict[str, str]]
@@ -30,6 +31,7 @@ UNKNOWN: dict[str, Any] = {
 }
 """What is taken for a device that did not say what it is: an H100."""
 NONE = "not measured"
+VALUES = "predicted", "measured"
 
 
 class Page:
@@ -60,6 +62,7 @@ class Page:
             f"How fast does a model train? (aim: {aims})": self.models,
             "Do messages between GPUs work?": self.messages,
             "What are the planner's constants here?": self.constants,
+            "What do several GPUs gain?": self.several,
         }
         for title, answer in sections.items():
             try:
@@ -88,9 +91,25 @@ class Page:
             ["A 1B model reaches the MFU below", verdict(self.reached(rings=False))],
             [f"Memory is within {MEMORY_AIM:.0%} of the estimate", verdict(off)],
             ["Several GPUs give what one process gives", verdict(passed)],
-            ["Dynamic degrees are as fast as predicted: `longctx measure`, on several", NONE],
         ]
+        for claim in CLAIMS:
+            rows.append([claim, verdict([row["holds"] == "True" for row in self.found(claim)])])
         return markdown(["claim", "verdict"], rows)
+
+    def found(self, claim: str) -> Rows:
+        """Returns what was measured on several GPUs for a claim: the last row that did not fail."""
+        rows = [row for row in self.read("several") if row["what"] == claim and not row["failed"]]
+        return rows[-1:]
+
+    def several(self) -> list[str]:
+        """Returns what was measured on several GPUs beside its prediction."""
+        lines = []
+        for claim in CLAIMS:
+            tried = [row for row in self.read("several") if row["what"] == claim]
+            for row in self.found(claim) or tried[-1:]:
+                values = [f"{float(row[name]):.4g}" if row[name] else "" for name in VALUES]
+                lines.append([claim, *values, row["failed"]])
+        return markdown(["claim", *VALUES, ""], lines, 1) if lines else [NONE]
 
     def reached(self, *, rings: bool) -> list[bool]:
         """Returns whether each row with an aim reached it."""
@@ -110,7 +129,13 @@ class Page:
     def missing(self) -> Iterator[str]:
         """Yields what a dry run should have and does not: rows that failed or that no time was left
         for, and whole files."""
-        for name in ("attention-checks", "attention", "attention-elementwise", "training"):
+        for name in (
+            "attention-checks",
+            "attention",
+            "attention-elementwise",
+            "training",
+            "several",
+        ):
             rows = self.read(name)
             yield from [] if rows else [f"{name}: no rows"]
             yield from (f"{name}: {' '.join(row.values())}"[:300] for row in rows if row["failed"])

@@ -23,6 +23,7 @@ IN_IMAGES = {
     "fsspec",
     "httpx",
     "huggingface-hub",
+    "jinja2",
     "numpy",
     "nvidia-cutlass-dsl-libs-cu12",  # libs-cu13 is in its place
     "packaging",
@@ -32,8 +33,10 @@ IN_IMAGES = {
     "pygments",
     "pyyaml",
     "requests",
+    "safetensors",
     "torch",
     "tqdm",
+    "transformers",
     "xxhash",
     *WITH_TORCH,
 }

@@ -18,6 +18,7 @@ import attention_checks
 import attention_gpu
 import attention_times
 import first_contact
+import several_gpus
 import training_gpu
 from attention_times import FIRST, SMOKE
 from first_contact_page import Page, kernels, verdict
@@ -401,6 +402,30 @@ def test_messages_have_a_verdict(tmp_path: Path, last: str, said: str) -> None:
     assert said in line_of(answers(tmp_path / "first"), "| Several GPUs")
 
 
+def test_each_claim_on_several_gpus_has_a_verdict(tmp_path: Path) -> None:
+    """Beside what was predicted; a row that failed says why, unless it was measured later."""
+    rows = Table(tmp_path / "first-several.csv", several_gpus.COLUMNS, {})
+    rows.append({**several_gpus.row_of(several_gpus.RING, 2.0, 1.25)})
+    rows.append(several_gpus.row_of(several_gpus.SPEED, failed="RuntimeError: no NCCL"))
+    rows.append(several_gpus.row_of(several_gpus.SPEED, 0.95, 0.8))
+    rows.append(several_gpus.row_of(several_gpus.SINGLE, 1.06, 1.04))
+    rows.append(several_gpus.row_of(several_gpus.PACKING, failed="ModuleNotFoundError: trl"))
+    page = answers(tmp_path / "first")
+    head, _, table = page.partition("## What do several GPUs gain?")
+    said = [line_of(head, f"| {claim}").split(" | ")[1] for claim in several_gpus.CLAIMS]
+    assert said == [
+        "**fails** (0 of 1 hold) |",  # by the rule of speeds, which a ring's row replaces
+        "**fails** (0 of 1 hold) |",
+        "holds (1 of 1) |",
+        "not measured |",
+        "not measured |",
+    ]
+    assert line_of(table, f"| {several_gpus.SPEED}").endswith("| 0.95 | 0.8 |  |")
+    assert line_of(table, f"| {several_gpus.PACKING}").endswith(
+        "|  |  | ModuleNotFoundError: trl |"
+    )
+
+
 def test_seconds_of_compilation_stand_apart(tmp_path: Path) -> None:
     assert "## How long do attention kernels compile, once?\n\nnot measured" in answers(
         tmp_path / "none"
@@ -510,4 +535,6 @@ def test_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         and "| cpu | 128 | 4 |" in page
         and "| 256 | none | cpu |" in page
     )
+    assert f"| {several_gpus.RING} | holds (1 of 1) |" in page
+    assert all(f"| {claim} | " in page for claim in several_gpus.CLAIMS)
     assert "6 skipped" in page and "intra_node_bytes_per_s: " in page
