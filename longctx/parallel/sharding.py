@@ -135,6 +135,21 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def gather_in_backward(part: nn.Module, values: torch.Tensor) -> None:
+    """Makes FSDP gather, for the gradients of values that a part of a model has computed, weights
+    that are sharded together with those of modules outside the part.
+
+    FSDP itself gathers them for what the last of the modules returns, and lets them go after its
+    gradients. Accelerate shards the last norm with the head: gradients of the norm that follow
+    those of another call of the head would be computed from freed memory, which ends the process.
+    """
+    inside = set(part.modules())
+    states = {module._get_fsdp_state() for module in sharded_modules(part)}
+    for state in states:
+        if not inside.issuperset(state._modules):
+            state._register_pre_backward_hook(values)
+
+
 def accumulate_gradients(root: nn.Module) -> None:
     """Adds gradients in the compute dtype to those in float32, which FSDP omits after a backward of
     weights only.

@@ -129,15 +129,10 @@ class Traits:
     @property
     def joins_calls(self) -> bool:
         """Whether calls of a step may be planned together: a backward pass follows each of them,
-        and gradients are reduced after the last.
-
-        FSDP2 ends a backward pass for all of its modules, also those whose gradients wait.
-        """
+        and gradients are reduced after the last."""
         plugin = self.trainer.accelerator.gradient_state.plugin_kwargs
         reduces_each = bool(plugin.get("sync_each_batch", False))
-        if reduces_each or self.trainer.is_fsdp_enabled:
-            return False
-        return not is_own(self.trainer, "training_step")
+        return not reduces_each and not is_own(self.trainer, "training_step")
 
     @property
     def has_loss_of_head(self) -> bool:

@@ -2,7 +2,7 @@
 parallelism.
 
     torchrun --nproc-per-node 8 -m longctx.trainers train.py --learning_rate 1e-5
-    torchrun --nproc-per-node 8 -m longctx.trainers -m trl.scripts.sft --model_name_or_path ..
+    torchrun --nproc-per-node 8 -m longctx.trainers trl sft --model_name_or_path ..
 
 Every Trainer that the program makes gets it when its `train` is called. Options are those of
 `dynamic_context_parallel`, as YAML: in a file (`--options FILE` before the program) or in the
@@ -26,6 +26,7 @@ from longctx.parallel.environment import TRAINER_OPTIONS, Launch, trainer_option
 from longctx.safe_yaml import YamlError, parse, read_text
 from longctx.trainers.dynamic import check_options, dynamic_context_parallel, train_planned
 from longctx.trainers.options import OPTIONS, check_names
+from longctx.trainers.starters import Program, run_here
 
 NOT_TRAINED = (
     "longctx: {} has trained no Trainer in this process. A command that starts processes of its "
@@ -100,21 +101,22 @@ def read_options(file: Path | None, text: str | None) -> dict[str, Any]:
     return check_names(values, source)
 
 
-def run(program: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    """Runs a program in this process with these arguments: a module, a file, or a command that a
-    package has installed. Raises LauncherError if there is none."""
-    sys.argv = [program, *arguments]
-    if is_module:
+def run(program: Program) -> None:
+    """Runs a program in this process: a module, a file, or a command that a package has installed.
+    Raises LauncherError if there is none."""
+    name = program.name
+    sys.argv = [name, *program.arguments]
+    if program.is_module:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
-        _require_module(program)
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        _require_module(name)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
-    path = Path(program)
+    path = Path(name)
     if path.is_file():
         sys.path.insert(0, str(path.resolve().parent))  # as `python FILE` does
-        runpy.run_path(program, run_name="__main__")
+        runpy.run_path(name, run_name="__main__")
         return
-    command = _command(program).load()
+    command = _command(name).load()
     status = command()
     if status:
         sys.exit(status)
@@ -180,7 +182,8 @@ def main(given: Sequence[str]) -> None:
         prepare_queues(device)
         launched = Launched(options)
         try:
-            run(parsed.program, parsed.arguments, is_module=parsed.module)
+            program = Program(parsed.program, parsed.arguments, is_module=parsed.module)
+            run(run_here(program))
         finally:
             launched.undo()
         if launch.rank == 0 and not launched.trained:

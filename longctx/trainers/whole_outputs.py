@@ -20,6 +20,7 @@ from longctx.attention.host_to_device import copy_to
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import HARMLESS, evaluating, replaced
+from longctx.parallel.sharding import gather_in_backward
 from longctx.trainers.agreement import attempted, mean_over_ranks
 from longctx.trainers.documents import SEGMENTS, Document, cut_rows, refuse_segments
 from longctx.trainers.joined_calls import Fields, JoinedCalls
@@ -304,6 +305,7 @@ class PlannedBase(PlannedCall):
                 output = own(base, **inputs)
             self.kind = type(output)
             hidden: torch.Tensor = output.last_hidden_state[0]
+            gather_in_backward(base, hidden)
             return hidden
 
         hidden = self.joined.values_of(fields, kept, run)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from longctx.errors import UserError
 from longctx.parallel.device import ALLOCATOR_SETTINGS
 from longctx.trainers import launcher
 from longctx.trainers.launcher import LauncherError, main, read_options, run
+from longctx.trainers.starters import Program, run_here
 from tests.trainer_cases import TOKENS_PER_RANK, conversations, model, tokenizer, train_by_launcher
 from tests.trainer_cases import train as train_plain
 from tests.trainers.test_trainers import assert_equal, plain
@@ -100,7 +102,7 @@ def test_a_script_runs_as_python_runs_it(
     script.write_text(
         "import sys\nfrom beside_the_script import VALUE\nprint(__name__, VALUE, sys.argv[1:])\n"
     )
-    run(str(script), ["--lr", "1"], is_module=False)
+    run(Program(str(script), ["--lr", "1"]))
     assert capsys.readouterr().out == "__main__ 7 ['--lr', '1']\n"
 
 
@@ -129,7 +131,7 @@ def test_a_module_runs_as_python_runs_it(
 ) -> None:
     (tmp_path / "a_module.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
     monkeypatch.chdir(tmp_path)
-    run("a_module", ["-m", "x"], is_module=True)
+    run(Program("a_module", ["-m", "x"], is_module=True))
     assert capsys.readouterr().out == "__main__ ['-m', 'x']\n"
 
 
@@ -148,8 +150,56 @@ def test_a_command_of_a_package_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launcher, "_command", lambda name: Command())
     with pytest.raises(SystemExit) as exited:
-        run("some-tool", ["train"], is_module=False)
+        run(Program("some-tool", ["train"]))
     assert exited.value.code == 3 and called == [["some-tool", "train"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"),
+    [
+        ("trl sft --packing", "-m trl.scripts.sft --packing"),
+        ("trl reward", "-m trl.scripts.reward"),
+        ("trl env", "trl env"),
+        ("trl", "trl"),
+        ("llamafactory-cli train sft.yaml", "-m llamafactory.launcher sft.yaml"),
+        ("llamafactory-cli version", "llamafactory-cli version"),
+        ("axolotl train sft.yaml", "axolotl train sft.yaml --launcher python"),
+        (
+            "axolotl train sft.yaml --launcher torchrun -- --nproc_per_node 8",
+            "axolotl train sft.yaml --launcher torchrun --launcher python",
+        ),
+        ("axolotl preprocess sft.yaml", "axolotl preprocess sft.yaml"),
+        ("sft train", "sft train"),
+        ("-m trl sft", "-m trl sft"),
+    ],
+)
+def test_commands_that_would_start_processes_run_what_those_run(given: str, runs: str) -> None:
+    """Also on a machine with several GPUs, on which LLaMA-Factory starts torchrun."""
+    assert _words(run_here(_program(given))) == runs
+
+
+def _program(words: str) -> Program:
+    name, *arguments = words.removeprefix("-m ").split()
+    return Program(name, arguments, is_module=words.startswith("-m "))
+
+
+def _words(program: Program) -> str:
+    words = " ".join([program.name, *program.arguments])
+    return f"-m {words}" if program.is_module else words
+
+
+def test_a_file_that_the_command_of_swift_reads_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes get options, not the file."""
+
+    def parse_yaml_args(arguments: list[str]) -> None:
+        assert arguments == ["sft.yaml", "--seed", "1"]
+        arguments[0:1] = ["--model", "m"]
+
+    main_of_swift = types.ModuleType("swift.cli.main")
+    vars(main_of_swift)["parse_yaml_args"] = parse_yaml_args
+    monkeypatch.setitem(sys.modules, main_of_swift.__name__, main_of_swift)
+    program = run_here(_program("swift sft sft.yaml --seed 1"))
+    assert _words(program) == "-m swift.cli.sft --model m --seed 1"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +281,7 @@ def test_a_script_of_trl_computes_on_two_processes_what_it_computes_on_one(tmp_p
     data.mkdir()
     rows = "".join(json.dumps(row) + "\n" for row in conversations(24))
     (data / "chats.jsonl").write_text(rows, "utf-8")
-    script = ["-m", "trl.scripts.sft", "--model_name_or_path", "model", "--dataset_name", "data"]
+    script = ["--model_name_or_path", "model", "--dataset_name", "data"]
     script += ["--max_length", "2048", "--use_cpu", "True", "--bf16", "False", "--dtype", "float32"]
     script += ["--max_steps", "3", "--logging_steps", "1", "--report_to", "none"]
     script += ["--disable_tqdm", "True", "--save_strategy", "no", "--output_dir", "out"]
@@ -239,7 +289,7 @@ def test_a_script_of_trl_computes_on_two_processes_what_it_computes_on_one(tmp_p
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["LONGCTX_OPTIONS"] = "{tokens_per_rank: 60, profile: cpu-2core}"
     found = []
-    for start, rows_of_rank in (([], "8"), (torchrun, "4")):
+    for start, rows_of_rank in ((["-m", "trl.scripts.sft"], "8"), ([*torchrun, "trl", "sft"], "4")):
         command = [sys.executable, *start, *script, "--per_device_train_batch_size", rows_of_rank]
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300
