@@ -9,7 +9,8 @@ what was assumed. Sources:
   of 80 GB, from 1B and from 2,048 tokens
 - NeMo AutoModel, docs/performance-summary.mdx (softmax attention); Megatron Bridge,
   docs/performance-summary-archive.md (25.11, H100s, without Qwen3 in float8); NeMo 24.07,
-  docs/source/performance/ at 070a0bb and 0aa2671
+  docs/source/performance/ at 070a0bb and 0aa2671. Both compute tensor-parallel products while
+  their messages travel (`tp_overlap`; "Communication Overlap" in their guides)
 - prime-rl, benchmarks/baselines/ at 559b447: Qwen3 on H100s and H200s, every run that succeeded;
   its head is src/prime_rl/trainer/models/layers/lm_head.py at a127150
 - ml-engineering, insights/when-to-upgrade-gpus/README.md at 744d01e: DeepSpeed on H200s and B200s
@@ -359,6 +360,8 @@ def _case(run: Run, config: Config, vocabulary: int) -> Case:
     if "fused" in run.other:
         compiled = config.changed({"train.compile": True})
         work = work_of_run(compiled, spec, run.gpus, "cuda")
+    if "tp_overlap" in run.other:
+        work = replace(work, tensor_bytes=0.0)
     states = states_of_run(config, spec, run.gpus, work)
     whole = "whole_weights" in run.other
     gathers = 0 if whole else states.gathers
