@@ -19,7 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ from training_rows import VOCABULARY
 
 ENOUGH = 0.9
 """Share of a prediction that a measurement has to reach."""
+ENDING_S = 30.0
+"""Time for a command to end what it started."""
 MIX = "wlb_128k"
 COLUMNS = "what", "predicted", "measured", "holds", "failed"
 RING, SPEED, SINGLE, TOKENS, PACKING = (
@@ -154,17 +158,24 @@ def ended(words: Sequence[str], until: float) -> None:
     left = until - time.monotonic()
     if left < 1:
         raise RuntimeError("not started: no time was left")
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=left,
     )
-    print(done.stdout, end="", flush=True)
-    if done.returncode:
-        last = " ".join(done.stdout.split())[-200:]
-        raise RuntimeError(f"exit status {done.returncode}: {last}")
+    try:
+        output, _ = process.communicate(timeout=left)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends the processes of all ranks, which would hold GPUs
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=ENDING_S)
+        process.kill()
+        raise
+    print(output, end="", flush=True)
+    if process.returncode:
+        last = " ".join(output.split())[-200:]
+        raise RuntimeError(f"exit status {process.returncode}: {last}")
 
 
 def on_ranks(task: Task, script: str, until: float) -> dict[str, Any]:
@@ -205,7 +216,9 @@ def single_degree(task: Task, until: float) -> Iterator[dict[str, Any]]:
 
 
 def packing(task: Task, until: float) -> Iterator[dict[str, Any]]:
-    """Yields the row of TRL's packing, with DDP on both sides."""
+    """Yields the row of TRL's packing, with DDP on both sides. Raises RuntimeError without TRL."""
+    if find_spec("trl") is None:
+        raise RuntimeError("TRL is not installed: pip install '.[trl]'")
     lengths = Path(f"{task.out}-lengths.txt")
     lengths.write_text("\n".join(map(str, task.lengths())), encoding="utf-8")
     words = ["longctx", "compare", f"--lengths={lengths}", "--against=trl-packing", "--json"]

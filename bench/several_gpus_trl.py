@@ -4,6 +4,7 @@ context parallelism, by torchrun.
     torchrun --nproc-per-node 8 bench/several_gpus_trl.py TASK.json
 """
 
+import gc
 import json
 import os
 import sys
@@ -60,6 +61,8 @@ def epoch(way: str, task: dict[str, Any]) -> float:
         dist.barrier()
         trainer.train()
     device = trainer.args.device
+    del trainer
+    gc.collect()  # a trainer and its model refer to each other, and the next one needs the memory
     times = of_all_ranks(torch.tensor(steps.wall_s, device=device).diff()).max(0).values
     later = times[1:] if len(times) > 1 else times
     return float(later.mean()) * len(times)

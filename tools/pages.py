@@ -1,6 +1,6 @@
 """Writes what pages repeat of the code: docs/settings.md, every setting, docs/names.md, every
-public name, docs/install.md and docs/tour.md, sections of the README, and what commands print
-(`tools.outputs`).
+public name, docs/install.md and docs/tour.md, sections of the README, docs/evidence/claims.md
+(`tools.claims`), and what commands print (`tools.outputs`).
 
 python -m tools.pages            # tests/project/test_generated_pages.py fails until it was run
 """
@@ -17,7 +17,7 @@ from longctx.config.describe import type_name
 from longctx.config.names import FIELDS
 from longctx.config.problems import yaml_text
 from longctx.config.run import SECTIONS
-from tools import outputs
+from tools import claims, outputs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WRITTEN = "Written by `python -m tools.pages`."
@@ -148,7 +148,18 @@ def tour() -> str:
     return section("Five-minute tour")
 
 
-PAGES = {"settings.md": settings, "names.md": names, "install.md": install, "tour.md": tour}
+def of_claims() -> str:
+    """Returns the page of the README's claims."""
+    return "\n".join([*claims.page(), "", WRITTEN, ""])
+
+
+PAGES = {
+    "settings.md": settings,
+    "names.md": names,
+    "install.md": install,
+    "tour.md": tour,
+    "evidence/claims.md": of_claims,
+}
 
 
 if __name__ == "__main__":

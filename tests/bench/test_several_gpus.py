@@ -3,7 +3,9 @@ is not measured again."""
 
 import csv
 import math
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +105,29 @@ def test_what_has_a_row_is_not_measured_again(
     several_gpus.main()
     assert called == [ring, single, "broken", "broken"]
     assert (tmp_path / "out.csv").read_text("utf-8").count("RuntimeError: no trl") == 2
+
+
+def test_a_part_that_is_late_can_end_what_it_started(tmp_path: Path) -> None:
+    """As torchrun does with the processes of ranks, which would hold the memory of GPUs."""
+    ended = tmp_path / "ended"
+    code = (
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path({str(ended)!r}).touch()))\n"
+        "time.sleep(99)"
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        several_gpus.ended(["-c", code], time.monotonic() + 2)
+    assert ended.exists()
+    with pytest.raises(RuntimeError, match="exit status 3: no NCCL"):
+        several_gpus.ended(["-c", "print('no NCCL'); exit(3)"], time.monotonic() + 60)
+    with pytest.raises(RuntimeError, match="no time was left"):
+        several_gpus.ended(["-c", "pass"], time.monotonic())
+
+
+def test_without_trl_the_row_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several_gpus, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"TRL is not installed: pip install '.\[trl\]'"):
+        next(several_gpus.packing(task(2), time.monotonic() + 60))
 
 
 @pytest.mark.slow

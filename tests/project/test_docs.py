@@ -29,7 +29,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *DOCS]
 SECTIONS = ("install.md", "tour.md")
 """Pages that are sections of the README."""
-GENERATED = ("settings.md", "families.md", "encoders.md", "names.md", *SECTIONS)
+GENERATED = ("settings.md", "families.md", "encoders.md", "names.md", "claims.md", *SECTIONS)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
