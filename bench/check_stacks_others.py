@@ -35,7 +35,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from bench.check_stacks import ASKED, Make, ranks, tokenizer, without
+from bench.check_stacks import ASKED, Make, ours, ranks, tokenizer, without
 from bench.check_stacks_deepspeed import DEEPSPEED
 from bench.check_stacks_loops import ACCELERATE, AUTOMODEL, LIGHTNING, TORCHTUNE
 from bench.check_stacks_megatron import megatron
@@ -292,6 +292,9 @@ OTHERS: dict[str, dict[str, Make]] = {
         "LLaMA-Factory, `neat_packing`": llamafactory(**NEAT),
         "LLaMA-Factory, `neat_packing`, Mistral with windows": llamafactory(WINDOWS, **NEAT),
         "LLaMA-Factory, `neat_packing`, Gemma 3": llamafactory(GEMMA, **NEAT),
+        "longctx in LLaMA-Factory, padded": ours(llamafactory()),
+        "longctx in LLaMA-Factory, `neat_packing`": ours(llamafactory(**NEAT)),
+        "longctx in LLaMA-Factory, `neat_packing`, Gemma 3": ours(llamafactory(GEMMA, **NEAT)),
     },
     "axolotl": {
         "Axolotl, padded": axolotl(),
@@ -302,12 +305,19 @@ OTHERS: dict[str, dict[str, Make]] = {
         "Axolotl, `sample_packing`, eager, gpt-oss": axolotl(
             GPT_OSS, sample_packing=True, attn_implementation="eager"
         ),
+        "longctx in Axolotl, padded": ours(axolotl()),
+        "longctx in Axolotl, `sample_packing`": ours(axolotl(sample_packing=True)),
+        "longctx in Axolotl, `sample_packing`, gpt-oss": ours(
+            axolotl(GPT_OSS, sample_packing=True, attn_implementation="eager")
+        ),
     },
     "swift": {
         "ms-swift, padded": swift(),
         "ms-swift, `packing`": swift(packing=True),
         "ms-swift, `padding_free`": swift(padding_free=True),
         "ms-swift, `padding_free`, Mistral with windows": swift(WINDOWS, padding_free=True),
+        "longctx in ms-swift, padded": ours(swift()),
+        "longctx in ms-swift, `packing`": ours(swift(packing=True)),
         **(
             {"ms-swift, `sequence_parallel_size=2`": swift(sequence_parallel_size=2)}
             if ranks() > 1

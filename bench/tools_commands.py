@@ -49,6 +49,8 @@ ROWS_A_STEP = 2
 """Packed rows."""
 VOCABULARY = 512
 SECONDS = 300
+CASES = ((False, False), (True, True), (False, True), (True, False))
+"""Whether rows are packed, and whether adapters are trained."""
 WAYS = ("one", "theirs", "longctx")
 TARGETS = ("q_proj", "v_proj", "up_proj")
 """Of adapters, whose dropout is 0."""
@@ -164,12 +166,14 @@ def llamafactory(case: Case) -> list[str]:
 def axolotl(case: Case) -> list[str]:
     given: dict[str, Any] = {
         "base_model": str(case.data / "model"),
+        "plugins": ["on_cpus.OnCpus"],
         "datasets": [
             {"path": str(case.data / "talks.json"), "ds_type": "json", "type": "chat_template"}
         ],
         "sequence_len": ROW,
         "sample_packing": case.packed,
         "pad_to_sequence_len": False,
+        "curriculum_sampling": True,
         "micro_batch_size": case.rows,
         "gradient_accumulation_steps": case.batches,
         "max_steps": STEPS,
@@ -497,13 +501,13 @@ def main() -> None:
     lines += ["", f"{known['date']}, {known['machine']}:", "", *versions(environments), ""]
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
-        for name, place in environments.items():
-            for packed, lora in itertools.product((False, True), repeat=2):
-                cells = row(name, place, Path(folder), packed=packed, lora=lora)
-                print(" | ".join(cells), flush=True)
-                rows[tuple(cells[:KEYS])] = cells
-                table = markdown(HEAD, rows.values(), NUMBERS_FROM)
-                arguments.out.write_text("\n".join([*lines, *table, ""]), "utf-8")
+        for (packed, lora), name in itertools.product(CASES, environments):
+            cells = row(name, environments[name], Path(folder), packed=packed, lora=lora)
+            print(" | ".join(cells), flush=True)
+            rows[tuple(cells[:KEYS])] = cells
+            in_order = [rows[keys] for keys in sorted(rows)]
+            table = markdown(HEAD, in_order, NUMBERS_FROM)
+            arguments.out.write_text("\n".join([*lines, *table, ""]), "utf-8")
 
 
 if __name__ == "__main__":

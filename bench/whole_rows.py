@@ -1,12 +1,13 @@
 """CPU seconds of an epoch whose loss needs whole rows, a row per call, on two processes: dynamic
 context parallelism beside plain training of the same trainer.
 
-    torchrun --nproc-per-node 2 bench/whole_rows.py          # about 12 minutes on two cores
+    torchrun --nproc-per-node 2 bench/whole_rows.py          # about 30 minutes on two cores
 
-An epoch of 64 documents of 50 to 500 or to 4,000 tokens, of which the logarithm is uniform, in 4 steps: each
-rank accumulates 8 batches of a row. A head for classification, an own loss of logits, and TRL's
-RewardTrainer, with pairs of answers of half the tokens. Every way in turn, several rounds long, in
-the same processes with one thread each. Writes results/whole-rows.csv.
+An epoch of 64 documents of 50 to 500 or to 4,000 tokens, of which the logarithm is uniform, in 4
+steps: each rank accumulates 8 batches of a row. A head for classification, an own loss of logits,
+TRL's RewardTrainer, with pairs of answers of half the tokens, and its DPOTrainer and KTOTrainer with
+their references. Every way in turn, several rounds long, in the same processes with one thread
+each. Writes results/whole-rows.csv.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+import trl
 from torch.nn import functional as F
 from trl import RewardConfig, RewardTrainer
 
@@ -144,7 +146,61 @@ def with_rewards(folder: Path, most: int) -> RewardTrainer:
     )
 
 
-TRAINERS = {"head": with_head, "own loss": with_own_loss, "rewards": with_rewards}
+def with_pairs(folder: Path, most: int) -> trl.DPOTrainer:
+    """Returns a trainer of preferences, whose answers have each a quarter of a pair's tokens."""
+    data = []
+    for ids in rows(most):
+        words = [f"w{number}" for number in ids]
+        quarter = len(words) // 4
+        data.append(
+            {
+                "prompt": " ".join(words[2 * quarter :]),
+                "chosen": " ".join(words[:quarter]),
+                "rejected": " ".join(words[quarter : 2 * quarter]),
+            }
+        )
+    return trl.DPOTrainer(
+        model=_saved(folder),
+        args=trl.DPOConfig(**options(folder), max_length=None),
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer(),
+    )
+
+
+def with_labels(folder: Path, most: int) -> trl.KTOTrainer:
+    """Returns a trainer of answers that are wanted or not, two in a batch, as TRL asks for."""
+    data = []
+    for number, ids in enumerate(rows(most)):
+        words = [f"w{number}" for number in ids]
+        half = len(words) // 2
+        prompt, completion = " ".join(words[:half]), " ".join(words[half:])
+        data.append({"prompt": prompt, "completion": completion, "label": number % 2 == 0})
+    given = options(folder)
+    given["per_device_train_batch_size"] = 2
+    given["gradient_accumulation_steps"] //= 2
+    return trl.KTOTrainer(
+        model=_saved(folder),
+        args=trl.KTOConfig(**given, max_length=None),
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer(),
+    )
+
+
+def _saved(folder: Path) -> str:
+    """Returns the folder of a model, from which TRL loads the reference too."""
+    base = folder / "base"
+    model().save_pretrained(base)  # writes on rank 0
+    dist.barrier()
+    return str(base)
+
+
+TRAINERS = {
+    "head": with_head,
+    "own loss": with_own_loss,
+    "rewards": with_rewards,
+    "DPO": with_pairs,
+    "KTO": with_labels,
+}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Watches the Trainer of any program whose PYTHONPATH has this folder, for bench/tools_commands.py.
 
 Every process writes what its Trainer logged, and its CPU seconds and the time at the start of
-training and after each step, into the folder TOOLS_WATCH_OUT.
+training and after each step, into the folder TOOLS_WATCH_OUT. ms-swift packs rows without flash
+attention, which no CPU has: SDPA reads the same `position_ids`.
 """
 
 import importlib.abc
@@ -13,30 +14,40 @@ import time
 from pathlib import Path
 from typing import Any
 
-TRAINER = "transformers.trainer"
-
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the module of Trainer, and watches it once it is imported."""
+    """Finds modules, and changes each once it is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != TRAINER:
+        change = CHANGES.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
         def executed(module: Any) -> None:
             execute(module)
-            watch(module.Trainer)
+            change(module)
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
 
 
-def watch(kind: Any) -> None:
-    """Makes trainers of a class write a report when they have trained."""
+def draw_adapters(model: Any) -> None:
+    """Gives adapters weights that do not depend on what a tool has drawn before."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_A" in name:
+            with torch.no_grad():
+                weight.normal_(std=0.05, generator=generator)
+
+
+def watch(module: Any) -> None:
+    """Makes trainers write a report when they have trained."""
+    kind = module.Trainer
     own = kind.train
 
     def train(trainer: Any, *arguments: Any, **named: Any) -> Any:
@@ -54,6 +65,7 @@ def watch(kind: Any) -> None:
         cpu_s: list[float] = []
         times: list[float] = []
         trainer.add_callback(Steps())
+        draw_adapters(trainer.model)
         found = own(trainer, *arguments, **named)
         plans = trainer.dynamic.plans if hasattr(trainer, "dynamic") else []
         degrees = {degree for plan in plans for degree in plan.degrees}
@@ -72,5 +84,16 @@ def watch(kind: Any) -> None:
     kind.train = train
 
 
+def pack_on_cpus(module: Any) -> None:
+    """Lets ms-swift pack rows."""
+
+    def check(arguments: Any) -> None:
+        arguments.padding_free = arguments.padding_free or arguments.packing
+
+    module.SftArguments._check_padding_free = check
+
+
+CHANGES = {"transformers.trainer": watch, "swift.arguments.sft_args": pack_on_cpus}
+"""By module."""
 if "TOOLS_WATCH_OUT" in os.environ:
     sys.meta_path.insert(0, Finder())
