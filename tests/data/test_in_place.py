@@ -98,6 +98,7 @@ def test_files_of_both_are_read_where_they_are(tmp_path: Path, width: int) -> No
     assert prepared.manifest.empty_documents == 1
     store = Store.open(folder)
     assert_reads(store, [tokens for tokens in (*first, *second, *third) if tokens])
+    assert list(store.names)[8:] == ["a.bin:8", "b.ds:0", "b.ds:1", "c.bin:0"]
     assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
     assert not prepare_in_place(folder, "bytes").made
     assert main(["prepare", "--source", str(folder), "--tokenizer", "bytes", "--in-place"]) == 0
@@ -197,6 +198,14 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, change: object, says: st
     with pytest.raises(CorpusError, match=says):
         prepare_in_place(tmp_path, "bytes")
     assert not (tmp_path / "manifest.json").exists()
+
+
+def test_no_token_is_above_the_vocabulary(tmp_path: Path) -> None:
+    by_datatrove(tmp_path, [[0, 256, 1]])
+    assert prepare_in_place(tmp_path, "bytes").manifest.vocab_size == 257
+    by_datatrove(tmp_path, [[0, 257, 1]])
+    with pytest.raises(CorpusError, match=r"has token 257, but its tokenizer has 257 tokens"):
+        prepare_in_place(tmp_path, "bytes", overwrite=True)
 
 
 def test_documents_apart_are_refused(tmp_path: Path) -> None:
