@@ -150,14 +150,17 @@ class RouterReplay(Carrier):
                 undo.enter_context(replaced_method(router, "forward", routed))
             yield
 
-    def _routed(self, number: int, own: Callable[..., Any], router: Any, hidden: Any) -> Any:
+    def _routed(
+        self, number: int, own: Callable[..., Any], router: Any, *arguments: Any, **named: Any
+    ) -> Any:
         """Returns the output of a router: scores of experts, weights, and ids."""
+        route = partial(own, router, *arguments, **named)
         if self.rows is None:
-            output = own(router, hidden)
+            output = route()
         else:
             experts = self.rows[:, number]
             with Choosing(experts):
-                output = own(router, hidden)
+                output = route()
             assert output[2].shape == experts.shape, "experts of another batch"
         if self.chosen is not None:
             self.chosen[number] = output[2]

@@ -434,6 +434,24 @@ def test_routers_of_groups_with_a_bias(tmp_path: Path) -> None:
     assert row[:5].tolist() == given[:, 1:].reshape(5, 4).tolist() and (row[5] == -1).all()
 
 
+def test_routers_that_are_given_a_bias_by_their_layer() -> None:
+    """Experts are those of the trained model before it was trained."""
+    mixture = mixture_of("MiniMaxM2").float()
+    for layer in mixture.model.layers:
+        torch.nn.init.normal_(layer.mlp.gate.weight)
+        layer.mlp.e_score_correction_bias.normal_()
+    replay = replay_of(mixture)
+    assert (replay.top_k, replay.routers.name) == (2, "MiniMaxM2TopKRouter")
+    with replay.used_by(mixture):
+        _, before = replay._tried(mixture)
+        for layer in mixture.model.layers:
+            layer.mlp.e_score_correction_bias.neg_()
+        _, after = replay._tried(mixture)
+        _, replayed = replay._tried(mixture, before)
+    assert torch.equal(replayed, before)
+    assert not torch.equal(after, before)
+
+
 def test_a_replay_that_changes_nothing_is_said() -> None:
     (note,) = notes_on_replay(traits_of(None))
     assert "changes nothing: completions are trained once" in note
