@@ -256,6 +256,7 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
         "share": None,
         "ray": None,
         "upload": None,
+        "in_place": False,
         "json": False,
     }
     try:

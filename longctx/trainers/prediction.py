@@ -21,10 +21,9 @@ from longctx.training.run_profile import scaled_profile
 
 Sharding = Literal["ddp", "fsdp2"]
 NAMES: dict[Sharding, str] = {"ddp": "DDP", "fsdp2": "FSDP2"}
-WAYS_OUT = (
-    "use FSDP2 (--trl fsdp2), adapters (--lora.rank 16), more GPUs or shorter documents "
-    "(--data.max_length)"
-)
+FSDP2 = "FSDP2 (--trl fsdp2)"
+ADAPTERS = "adapters (--lora.rank 16)"
+ALWAYS = "more GPUs or shorter documents (--data.max_length)"
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,30 @@ class PredictedTrainer:
         named: hardware profile, scaled to the model.
         documents: those that its steps are drawn from.
         verdict: the sum of it.
+        sharding: of its weights.
     """
 
     config: Config
     named: RunProfile
     documents: Store
     verdict: Verdict
+    sharding: Sharding
 
     def lines(self) -> list[str]:
         """Returns the verdict, and what would make the run fit if it does not."""
         lines = [self.verdict.line()]
         if not self.verdict.fits:
-            lines.append(WAYS_OUT)
+            lines.append(self._ways_out())
         return lines
+
+    def _ways_out(self) -> str:
+        ways = []
+        if self.sharding != "fsdp2":
+            ways.append(FSDP2)
+        if self.config.lora.rank is None:
+            ways.append(ADAPTERS)
+        ways.append(ALWAYS)
+        return f"use {', '.join(ways)}"
 
 
 def predict_trl(
@@ -90,7 +100,7 @@ def predict_trl(
     words += [f"{tokens:,} tokens per rank", degrees_of(plans)]
     needed = needs.bytes(tokens)
     verdict = verdict_of(config, of_run, plans=plans, needed=needed, chosen=", ".join(words))
-    return PredictedTrainer(config, named, documents=documents, verdict=verdict)
+    return PredictedTrainer(config, named, documents=documents, verdict=verdict, sharding=sharding)
 
 
 def _as_trainer(given: Config, ranks: int, sharding: Sharding) -> Config:

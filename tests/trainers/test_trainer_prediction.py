@@ -149,7 +149,11 @@ def test_what_no_memory_holds_does_not_fit(
     assert main(["estimate", "--trl=ddp", *given]) == 0
     verdict, remark, *_ = capsys.readouterr().out.splitlines()
     assert verdict.startswith("does not fit: ") and "150,000,640 tokens per rank" in verdict
-    assert remark.startswith("use FSDP2 (--trl fsdp2), adapters")
+    assert remark.startswith("use FSDP2 (--trl fsdp2), adapters (--lora.rank 16), more GPUs")
+    assert main(["estimate", "--trl=fsdp2", "--lora.rank=8", *given]) == 0
+    verdict, remark, *_ = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("does not fit: ")
+    assert remark.startswith("use more GPUs or shorter documents")
 
 
 @pytest.mark.parametrize(
