@@ -34,7 +34,12 @@ def write_list(folder: Path) -> None:
 def begin_list(folder: Path) -> None:
     """Writes a list without a file, by which a folder that is being written is known as longctx's
     own."""
-    (folder / LIST).write_text(json.dumps(sealed({"files": {}})), "utf-8")
+    (folder / LIST).write_text(list_of({}), "utf-8")
+
+
+def list_of(files: Mapping[str, str]) -> str:
+    """Returns the text of a list of files, given with their checksums."""
+    return json.dumps(sealed({"files": dict(files)}))
 
 
 def read_list(folder: Path) -> dict[str, str] | None:

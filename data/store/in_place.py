@@ -89,6 +89,12 @@ class TokenFile(NamedTuple):
         begins = stops[:-1] * kind.itemsize
         if (known.starts != begins).any():
             raise ValueError("its documents do not lie one behind the other")
+        last = int(stops[-1])
+        end = last * kind.itemsize
+        state = file.stat()
+        size = state.st_size
+        if size != end:
+            raise ValueError(f"its documents end at byte {end:,} of {size:,}")
         return cls.of_ends(file, kind, stops[known.firsts[1:]])
 
     @classmethod
@@ -105,6 +111,13 @@ class TokenFile(NamedTuple):
             if tokens * width == size:
                 return cls.of_ends(file, np.dtype(kind), ends)
         raise ValueError(f"its index is of {tokens:,} tokens, but it has {size:,} bytes")
+
+    @property
+    def index_file(self) -> Path:
+        """The file beside it that says where documents end."""
+        if self.file.suffix == ".ds":
+            return self.file.with_suffix(".ds.index")
+        return self.file.with_suffix(".idx")
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -169,8 +182,11 @@ def prepare_in_place(
     path = local_path(source)
     files = _token_files(path)
     folder = files[0].file.parent
-    paths = tuple(each.file for each in files)
-    corpus = Corpus(str(path), "files", root=folder, files=paths)
+    paths = []
+    for each in files:
+        paths.append(each.file)
+        paths.append(each.index_file)
+    corpus = Corpus(str(path), "files", root=folder, files=tuple(paths))
     request = StoreRequest(corpus, str(tokenizer), end_of_document=end_of_document)
     if request.given is None:
         raise unnamed(corpus)
@@ -192,6 +208,7 @@ def prepare_in_place(
         for name in _names_in(partial):
             sums[name] = checksums(partial / name)
         contents = "".join(known.values())
+        contents += sums[LENGTHS]
         source_print = hashlib.sha256(contents.encode()).hexdigest()
         fingerprint = request.fingerprint(request.given, source_print)
         manifest = Manifest(
@@ -207,8 +224,7 @@ def prepare_in_place(
             formats={TOKEN_IDS: counts.documents},
             empty_documents=sum(each.empty for each in files),
         )
-        _put_beside(folder, partial)
-        manifest.save(folder)
+        _put_beside(folder, partial, manifest)
     finally:
         shutil.rmtree(partial)
     return Prepared(manifest, made=True)
@@ -232,7 +248,9 @@ def _token_files(path: Path) -> list[TokenFile]:
             elif file.suffix == ".ds":
                 found[file.name] = TokenFile.of_datatrove(file)
         except (ValueError, OSError) as error:
-            way_out = "prepare it without --in-place, or give the files as they were written"
+            way_out = "give the files as they were written"
+            if file.suffix != ".ds":
+                way_out += ", or prepare it without --in-place"
             raise CorpusError(f"{file} cannot be read in place: {error}; {way_out}") from error
     if not sum(len(each.ends) for each in found.values()):
         raise CorpusError(
@@ -298,8 +316,9 @@ def _write(folder: Path, files: Sequence[TokenFile], request: StoreRequest) -> C
     )
 
 
-def _put_beside(folder: Path, partial: Path) -> None:
+def _put_beside(folder: Path, partial: Path, manifest: Manifest) -> None:
     """Moves what was made beside the token files, in the place of what an earlier call has made.
+    The manifest comes first: by it a later call knows what an interrupted one has moved.
 
     Raises StoreError for files of others, and moves nothing.
     """
@@ -313,6 +332,7 @@ def _put_beside(folder: Path, partial: Path) -> None:
             raise StoreError(f"{folder / name} is not of a store, and is not replaced: {MOVE_AWAY}")
     for name in own:
         (folder / name).unlink(missing_ok=True)
+    manifest.save(folder)
     for name in made:
         place = folder / name
         place.parent.mkdir(exist_ok=True)

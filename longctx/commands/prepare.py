@@ -28,6 +28,8 @@ READ = (
     *("max_documents", "max_bytes", "document_separator"),
 )
 """Options that `open_corpus` takes by the same names."""
+IN_PLACE = "tokenizer", "end_of_document", "overwrite", "workers"
+"""Options of `add_data_arguments` that may be given with --in-place."""
 DEFAULT_VOCABULARY = 4096
 TRAINED_ON = {
     "assistant": "the assistant's turns",
@@ -220,6 +222,10 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
+    if arguments.upload is not None:
+        from longctx.data.store.upload import check_address
+
+        check_address(arguments.upload)
     began = time.perf_counter()
     prepared: Prepared | None
     if arguments.in_place:
@@ -263,6 +269,10 @@ def _check(arguments: argparse.Namespace) -> None:
             "--in-place makes the store in the source's folder, at once: omit --out, --share and "
             "--ray"
         )
+    if arguments.in_place and (unused := _not_in_place(arguments)):
+        raise UserError(
+            f"--in-place takes all tokens of its files as they are: omit {', '.join(unused)}"
+        )
     if arguments.ray is not None and arguments.share is not None:
         raise UserError("--ray and --share are two ways to use many machines: omit one of the two")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
@@ -270,6 +280,17 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit "
             "one of the two"
         )
+
+
+def _not_in_place(arguments: argparse.Namespace) -> list[str]:
+    """Returns the given options on data that files which stay where they are cannot follow."""
+    parser = argparse.ArgumentParser()
+    add_data_arguments(parser)
+    found = []
+    for name, default in vars(parser.parse_args([])).items():
+        if name not in IN_PLACE and getattr(arguments, name) != default:
+            found.append(f"--{name.replace('_', '-')}")
+    return found
 
 
 def _in_place(arguments: argparse.Namespace) -> "tuple[Path, Prepared]":
@@ -296,10 +317,7 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> "Prepared | None":
     from longctx.data.records.sources import open_corpus
     from longctx.data.store.prepare import prepare, prepare_share
     from longctx.data.store.shares import Share
-    from longctx.data.store.upload import check_address
 
-    if arguments.upload is not None:
-        check_address(arguments.upload)
     share = None
     if arguments.share is not None:
         share = Share.parse(arguments.share)

@@ -79,8 +79,11 @@ def attend_absorbed(
 
 
 def is_linear(latents: Compressed) -> bool:
-    """Returns whether what a layer expands is linear, without a bias; looks once at each layer."""
+    """Returns whether what a layer expands is linear, without a bias; looks once at each layer. A
+    call without rows says nothing, and is not."""
     assert isinstance(latents.expansion, Latents)
+    if len(latents.first) == 0:
+        return False
     layer = latents.expansion.layer
     if layer not in _LINEAR:
         with torch.no_grad():

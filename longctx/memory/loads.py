@@ -93,7 +93,8 @@ def _heaviest_of(group: Sequence[Load]) -> Iterator[Load]:
 
 def _rows(load: Load) -> tuple[float, ...]:
     """Returns what memory grows with: rows of each kind, and the share of the remote ones that is
-    held at once."""
+    held at once. Rows that are not swapped make attention run twice, and those that no encoder
+    reads are a decoder's."""
     at_once = load.held / load.remote if load.remote else 0.0
     return (
         load.tokens,
@@ -102,7 +103,9 @@ def _rows(load: Load) -> tuple[float, ...]:
         load.held,
         load.fullest,
         load.swapped,
+        load.tokens - load.swapped,
         load.source,
+        load.tokens - load.source,
         at_once,
     )
 

@@ -5,6 +5,7 @@ Such a command would start more processes in every process, without the launcher
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 
@@ -65,5 +66,7 @@ def _without_processes(arguments: Sequence[str]) -> list[str]:
 
 def _with_yaml_read(arguments: list[str]) -> list[str]:
     """Returns arguments of ms-swift, whose command reads a file in the first place into others."""
-    import_module("swift.cli.main").parse_yaml_args(arguments)
+    with suppress(ModuleNotFoundError):  # the launcher says what is not installed
+        main = import_module("swift.cli.main")
+        main.parse_yaml_args(arguments)
     return arguments

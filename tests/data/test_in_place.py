@@ -184,6 +184,7 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
         (lambda folder: (folder / "b.ds").write_bytes(b"\xff" * 638), "b.ds has token 65535, but"),
         (lambda folder: by_megatron(folder, documents((5,)), width=8), "its tokens are int64"),
         (lambda folder: by_megatron(folder, [[1] * 4]).write_bytes(bytes(6)), "end after the 6"),
+        (lambda folder: by_megatron(folder, [[1] * 4]).write_bytes(bytes(9)), "end at byte 8 of 9"),
         (
             lambda folder: (folder / "b.ds.index").write_bytes(
                 np.array([9, 5, 319], "<u8").tobytes()
@@ -218,6 +219,41 @@ def test_documents_apart_are_refused(tmp_path: Path) -> None:
         prepare_in_place(file, "bytes")
 
 
+def test_other_boundaries_are_another_store(tmp_path: Path) -> None:
+    by_datatrove(tmp_path, documents((4, 6)))
+    first = prepare_in_place(tmp_path, "bytes").manifest
+    np.array([5, 10], "<u8").tofile(tmp_path / "b.ds.index")
+    with pytest.raises(StoreError, match="holds a store of another source"):
+        prepare_in_place(tmp_path, "bytes")
+    second = prepare_in_place(tmp_path, "bytes", overwrite=True).manifest
+    assert Store.open(tmp_path).lengths.tolist() == [5, 5]
+    assert first.fingerprint != second.fingerprint, "a run must not resume on it"
+
+
+@pytest.mark.parametrize("moved", [0, 3])
+def test_an_interrupted_call_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    by_datatrove(tmp_path, documents(LENGTHS))
+    move = Path.rename
+    names = []
+
+    def stop(self: Path, target: Path) -> Path:
+        if len(names) == moved:
+            raise KeyboardInterrupt
+        names.append(target.name)
+        return move(self, target)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_in_place(tmp_path, "bytes")
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match=r"is damaged.* --overwrite"):
+        prepare_in_place(tmp_path, "bytes")
+    prepare_in_place(tmp_path, "bytes", overwrite=True)
+    assert_reads(Store.open(tmp_path), [tokens for tokens in documents(LENGTHS) if tokens])
+
+
 def test_a_folder_without_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"abc")
     with pytest.raises(CorpusError, match=r"has no document in NAME\.bin with NAME\.idx"):
@@ -229,6 +265,12 @@ def test_options_that_do_not_go_with_it(tmp_path: Path, capsys: pytest.CaptureFi
     command = ["prepare", "--source", str(tmp_path), "--in-place"]
     assert main([*command, "--out", str(tmp_path / "out")]) != 0
     assert "--in-place makes the store in the source's folder" in capsys.readouterr().err
+    bytes_too = [*command, "--tokenizer", "bytes"]
+    assert main([*bytes_too, "--max-documents", "1", "--split=test", "--workers=2"]) != 0
+    assert "as they are: omit --split, --max-documents\n" in capsys.readouterr().err
+    assert main([*bytes_too, "--upload", str(tmp_path / "out")]) != 0
+    assert "is a path of this machine" in capsys.readouterr().err
+    assert not (tmp_path / "manifest.json").exists(), "refused before anything is made"
     assert main(command) != 0
     assert "name the tokenizer" in capsys.readouterr().err
 

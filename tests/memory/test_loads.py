@@ -182,16 +182,18 @@ def many_loads(draw: st.DrawFn) -> list[Load]:
     few = st.integers(0, 3)
     found = []
     for _ in range(draw(st.integers(2, 5))):
+        tokens = 2048 * draw(st.integers(1, 2))
         remote = 4096 * draw(few)
         held = remote * draw(few) // 3
         load = Load(
-            tokens=4096,
+            tokens=tokens,
             remote=remote,
             sent=4096 * draw(few) if remote else 0,
             held=held,
             fullest=held * draw(few) // 3,
             micro_batches=draw(st.integers(1, 2)),
-            swapped=4096 * draw(st.integers(0, 1)),
+            swapped=tokens * draw(few) // 3,
+            source=tokens * draw(few) // 3,
             first=draw(st.booleans()),
         )
         found.append(load)
@@ -203,10 +205,15 @@ def many_loads(draw: st.DrawFn) -> list[Load]:
     recompute=st.sampled_from(RECOMPUTE_MODES),
     keep_kv=st.booleans(),
     ulysses_degree=st.sampled_from((1, 2)),
+    encoder_layers=st.sampled_from((0, 16)),
 )
 @settings(max_examples=examples(600), deadline=None)
 def test_one_of_the_heaviest_loads_needs_the_most(
-    candidates: list[Load], recompute: str, keep_kv: bool, ulysses_degree: int
+    candidates: list[Load],
+    recompute: str,
+    keep_kv: bool,
+    ulysses_degree: int,
+    encoder_layers: int,
 ) -> None:
     config = load(
         None,
@@ -219,7 +226,7 @@ def test_one_of_the_heaviest_loads_needs_the_most(
         ],
         world_size=8,
     )
-    spec = config.model_source(1000).spec
+    spec = replace(config.model_source(1000).spec, encoder_layers=encoder_layers)
     few = heaviest(candidates)
     assert set(few) <= set(candidates)
     for one in candidates:

@@ -222,6 +222,17 @@ def test_what_is_no_program(
     assert Trainer.train is own
 
 
+@pytest.mark.usefixtures("own_arguments")
+def test_a_tool_that_is_not_installed_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "swift", None)
+    with pytest.raises(SystemExit) as exited:
+        main(["swift", "sft", "sft.yaml"])
+    assert exited.value.code == 2
+    assert "no module 'swift.cli.sft' can be imported here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

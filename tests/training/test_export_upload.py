@@ -88,6 +88,39 @@ def test_an_interrupted_upload_is_no_model(tmp_path: Path, monkeypatch: pytest.M
     assert objects(address) == files(folder)
 
 
+def test_a_first_upload_that_was_interrupted_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"s3://{BUCKET}/model"
+    folder = an_export(tmp_path / "a", ["config.json", "model.st", "z.json"])
+
+    write = RemotePath.put
+
+    def stop(self: RemotePath, file: Path) -> None:
+        if self.name == "z.json":
+            raise KeyboardInterrupt
+        write(self, file)
+
+    monkeypatch.setattr(RemotePath, "put", stop)
+    with pytest.raises(KeyboardInterrupt):
+        upload_export(folder, check_upload(address, overwrite=False))
+    monkeypatch.undo()
+    other = an_export(tmp_path / "b", ["config.json"])
+    upload_export(other, check_upload(address, overwrite=True))
+    assert objects(address) == files(other), "nothing is left of the first"
+
+
+def test_an_object_of_others_is_not_replaced(tmp_path: Path) -> None:
+    address = f"s3://{BUCKET}/model"
+    first = an_export(tmp_path / "a", ["config.json"])
+    upload_export(first, check_upload(address, overwrite=False))
+    put(f"{address}/README.md", b"mine")
+    second = an_export(tmp_path / "b", ["config.json", "README.md"])
+    with pytest.raises(ExportError, match=r"README\.md was not written by longctx"):
+        upload_export(second, check_upload(address, overwrite=True))
+    assert objects(address) == {"README.md": b"mine", **files(first)}
+
+
 def test_what_others_have_written_stays(tmp_path: Path) -> None:
     put(f"s3://{BUCKET}/data/file", b"mine")
     with pytest.raises(ExportError, match="was not written by longctx"):

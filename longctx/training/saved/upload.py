@@ -1,9 +1,9 @@
-"""Upload: an export to object storage. Its `config.json`, without which nothing loads it, and the
-list of its files come last."""
+"""Upload: an export to object storage. A list of its files comes first, by which an interrupted
+upload is known as longctx's own; `config.json`, without which nothing loads it, comes last."""
 
 from pathlib import Path
 
-from longctx.own_files import LIST, read_list
+from longctx.own_files import LIST, MOVE_AWAY, list_of, read_list
 from longctx.remote import RemotePath, any_path
 from longctx.training.saved.export import ExportError
 
@@ -35,9 +35,18 @@ def check_upload(address: Path | str, *, overwrite: bool) -> RemotePath:
 
 
 def upload_export(folder: Path, there: RemotePath) -> None:
-    """Uploads an export, in the place of an earlier one."""
+    """Uploads an export, in the place of an earlier one. Raises ExportError, and changes nothing,
+    if an object of others has the name of a file."""
     before = read_list(there) or {}
-    names = set(read_list(folder) or ())
+    files = read_list(folder) or {}
+    names = set(files)
+    for name in sorted(names.difference(before)):
+        if (there / name).is_file():
+            raise ExportError(
+                f"{there / name} was not written by longctx, and is not replaced: {MOVE_AWAY}"
+            )
+    begun = list_of(before | files)
+    (there / LIST).put_bytes(begun.encode())
     for name in (LAST, *sorted(before)):
         if (there / name).is_file():
             (there / name).remove()
