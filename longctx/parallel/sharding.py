@@ -144,8 +144,8 @@ def gather_in_backward(part: nn.Module, values: torch.Tensor) -> None:
     those of another call of the head would be computed from freed memory, which ends the process.
     """
     inside = set(part.modules())
-    states = {module._get_fsdp_state() for module in sharded_modules(part)}
-    for state in states:
+    states = [module._get_fsdp_state() for module in sharded_modules(part)]
+    for state in dict.fromkeys(states):  # in the same order on all ranks
         if not inside.issuperset(state._modules):
             state._register_pre_backward_hook(values)
 

@@ -304,9 +304,9 @@ class PlannedBase(PlannedCall):
             with without_pooler(base):
                 output = own(base, **inputs)
             self.kind = type(output)
-            hidden: torch.Tensor = output.last_hidden_state[0]
-            gather_in_backward(base, hidden)
-            return hidden
+            rows: torch.Tensor = output.last_hidden_state
+            gather_in_backward(base, rows)
+            return rows[0]
 
         hidden = self.joined.values_of(fields, kept, run)
         return output_of(base, self.kind, hidden)
