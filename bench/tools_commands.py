@@ -204,6 +204,29 @@ def axolotl(case: Case) -> list[str]:
     return ["axolotl", "train", written(case, given)]
 
 
+def training(case: Case) -> dict[str, Any]:
+    """Returns settings of transformers' trainer."""
+    return {
+        "output_dir": case.folder / "out",
+        "per_device_train_batch_size": case.rows,
+        "gradient_accumulation_steps": case.batches,
+        "gradient_checkpointing": False,
+        "learning_rate": LEARNING_RATE,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+
+
+def words_of(given: dict[str, Any]) -> list[str]:
+    """Returns settings as options of a command."""
+    words = []
+    for name, value in given.items():
+        words += [f"--{name}", str(value)]
+    return words
+
+
 def swift(case: Case) -> list[str]:
     given: dict[str, Any] = {
         "model": case.data / "model",
@@ -216,21 +239,13 @@ def swift(case: Case) -> list[str]:
         "torch_dtype": "float32",
         "fp16": False,
         "attn_impl": "sdpa",
-        "output_dir": case.folder / "out",
-        "per_device_train_batch_size": case.rows,
-        "gradient_accumulation_steps": case.batches,
-        "gradient_checkpointing": False,
-        "learning_rate": LEARNING_RATE,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
+        **training(case),
         "split_dataset_ratio": 0,
         "dataset_num_proc": 1,
         "check_model": False,
         "use_cpu": True,
     }
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    words = words_of(given)
     if case.lora:
         words += ["--lora_dropout", "0", "--target_modules", *TARGETS]
     return ["swift", "sft", *words]
@@ -242,20 +257,12 @@ def trl(case: Case) -> list[str]:
         "dataset_name": case.data / "talks",
         "max_length": ROW,
         "packing": case.packed,
-        "output_dir": case.folder / "out",
-        "per_device_train_batch_size": case.rows,
-        "gradient_accumulation_steps": case.batches,
-        "gradient_checkpointing": False,
-        "learning_rate": LEARNING_RATE,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
+        **training(case),
         "dtype": "float32",
         "bf16": False,
         "use_cpu": True,
     }
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    words = words_of(given)
     if case.lora:
         words += ["--use_peft", "--lora_dropout", "0", "--lora_target_modules", *TARGETS]
     return ["trl", "sft", *words]

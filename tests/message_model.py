@@ -25,7 +25,9 @@ from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.attention.masks import CAUSAL
 from longctx.planning.layout import Layout, Placement
 
-INSIDE, ACROSS, WEIGHTS = "messages", "messages between nodes", "collectives"
+INSIDE: Any = "messages"  # names stand for process groups
+ACROSS: Any = "messages between nodes"
+WEIGHTS = "collectives"
 """The communicators: those of attention, and one for collectives of all ranks, as those of sharded
 weights."""
 COMPUTATION, BESIDE = "computation", "hops beside it"
@@ -200,6 +202,9 @@ class Gathered(torch.autograd.Function):
         return dx, None, None
 
 
+gather: Any = Gathered.apply  # untyped in torch
+
+
 @dataclass(frozen=True)
 class Step:
     """A step of `ranks`: placements in each micro-batch, the length of every document, and what
@@ -220,8 +225,8 @@ class Step:
             for number, placements in enumerate(self.micro_batches):
                 attention = RingAttention(
                     Layout.of(placements, self.lengths, number, rank),
-                    group=INSIDE,  # type: ignore[arg-type]  # groups are names here
-                    across=ACROSS,  # type: ignore[arg-type]
+                    group=INSIDE,
+                    across=ACROSS,
                     ranks_per_node=self.ranks_per_node,
                     keep_kv=self.keep_kv,
                     mask=self.mask,
@@ -229,7 +234,8 @@ class Step:
                 )
                 x = torch.zeros(attention.layout.tokens, 1, 1, requires_grad=True)
                 for layer in range(self.layers):
-                    x = Gathered.apply(x, recorder, f"micro-batch {number}, layer {layer}")  # type: ignore[no-untyped-call]
+                    where = f"micro-batch {number}, layer {layer}"
+                    x = gather(x, recorder, where)
                     x = attention(lambda sent, x=x: sent(x), x, x, layer)
                 x.sum().backward()
         return recorder.program

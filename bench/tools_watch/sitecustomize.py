@@ -30,7 +30,8 @@ class Finder(importlib.abc.MetaPathFinder):
             execute(module)
             change(module)
 
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        patched: Any = spec.loader
+        patched.exec_module = executed
         return spec
 
 

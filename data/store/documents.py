@@ -12,10 +12,8 @@ import pyarrow
 
 from longctx.data.store.held_out import Halves, halves
 from longctx.data.store.index import Index
-from longctx.data.store.manifest import TOKEN_FILES
+from longctx.data.store.manifest import TOKEN_FILES, TOKEN_TYPES
 
-IN_PLACE = {2: pyarrow.uint16(), 4: pyarrow.int32()}
-"""Types of the tokens of files of others, by their bytes."""
 KEPT_BATCHES = 8
 """Record batches that are kept open: those of a long document, and of its neighbours."""
 
@@ -103,7 +101,8 @@ class Documents:
             stop = int(self._firsts[number + 1])
         lengths = self.index.lengths_of(slice(first, stop))
         tokens = int(lengths.sum())
-        kind = IN_PLACE[len(content) // tokens]
+        width = len(content) // tokens
+        kind = pyarrow.from_numpy_dtype(np.dtype(TOKEN_TYPES[width]))
         values = pyarrow.Array.from_buffers(kind, tokens, [None, content])
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])

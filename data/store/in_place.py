@@ -31,6 +31,7 @@ from longctx.data.store.held_out import halves
 from longctx.data.store.index import BATCH, BATCHES, LENGTHS, NAMES, write_groups
 from longctx.data.store.manifest import (
     MANIFEST,
+    TOKEN_TYPES,
     TOKENIZER,
     TOKENIZER_FILES,
     Counts,
@@ -45,8 +46,6 @@ from longctx.data.store.writer import Progress
 from longctx.own_files import MOVE_AWAY
 from longctx.paths import local_path
 
-KINDS = {2: "<u2", 4: "<i4"}
-"""Types of tokens by their bytes."""
 BLOCK = 1 << 24
 """Tokens that are looked at at once."""
 
@@ -82,7 +81,7 @@ class TokenFile(NamedTuple):
         whose tokens are of another type."""
         known = MegatronIndex.of(file.with_suffix(".idx"))
         kind = known.kind
-        if kind not in map(np.dtype, KINDS.values()):
+        if kind not in map(np.dtype, TOKEN_TYPES.values()):
             raise ValueError(f"its tokens are {kind}, but must be uint16 or int32")
         stops = np.zeros(len(known.lengths) + 1, np.int64)
         np.cumsum(known.lengths, out=stops[1:])
@@ -107,7 +106,7 @@ class TokenFile(NamedTuple):
         ends = index.astype(np.int64)
         tokens = int(ends[-1:].sum())
         size = file.stat().st_size
-        for width, kind in KINDS.items():
+        for width, kind in TOKEN_TYPES.items():
             if tokens * width == size:
                 return cls.of_ends(file, np.dtype(kind), ends)
         raise ValueError(f"its index is of {tokens:,} tokens, but it has {size:,} bytes")

@@ -23,6 +23,8 @@ TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"
 TOKEN_FILES = (".bin", ".ds")
 """Endings of parts that Megatron and datatrove wrote, which are read in place."""
+TOKEN_TYPES = {2: "<u2", 4: "<i4"}
+"""Types of the tokens in them, by their bytes."""
 PARTS = (ARROW, *TOKEN_FILES)
 TOKENIZER_FILES = "tokenizer"
 """Folder of the checkpoint's tokenizer files."""

@@ -221,7 +221,7 @@ def unless_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> Ite
     try:
         yield
     finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]  # set above
+        delattr(optimizer, "found_inf")
 
 
 @torch.no_grad()

@@ -67,11 +67,8 @@ def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
     assert {"mine.txt": b"mine", **files(second)} == objects(address)
 
 
-def test_an_interrupted_upload_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"s3://{BUCKET}/model"
-    folder = an_export(tmp_path / "a", ["a.json", "config.json", "model.st", "z.json"])
-    upload_export(folder, check_upload(address, overwrite=False))
-
+def interrupt_upload(folder: Path, address: str, *, overwrite: bool) -> None:
+    """Uploads an export, and stops before its z.json."""
     write = RemotePath.put
 
     def stop(self: RemotePath, file: Path) -> None:
@@ -79,32 +76,27 @@ def test_an_interrupted_upload_is_no_model(tmp_path: Path, monkeypatch: pytest.M
             raise KeyboardInterrupt
         write(self, file)
 
-    monkeypatch.setattr(RemotePath, "put", stop)
-    with pytest.raises(KeyboardInterrupt):
-        upload_export(folder, check_upload(address, overwrite=True))
-    monkeypatch.undo()
+    there = check_upload(address, overwrite=overwrite)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RemotePath, "put", stop)
+        with pytest.raises(KeyboardInterrupt):
+            upload_export(folder, there)
+
+
+def test_an_interrupted_upload_is_no_model(tmp_path: Path) -> None:
+    address = f"s3://{BUCKET}/model"
+    folder = an_export(tmp_path / "a", ["a.json", "config.json", "model.st", "z.json"])
+    upload_export(folder, check_upload(address, overwrite=False))
+    interrupt_upload(folder, address, overwrite=True)
     assert "config.json" not in objects(address)
     upload_export(folder, check_upload(address, overwrite=True))
     assert objects(address) == files(folder)
 
 
-def test_a_first_upload_that_was_interrupted_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_upload_that_was_interrupted_is_replaced(tmp_path: Path) -> None:
     address = f"s3://{BUCKET}/model"
     folder = an_export(tmp_path / "a", ["config.json", "model.st", "z.json"])
-
-    write = RemotePath.put
-
-    def stop(self: RemotePath, file: Path) -> None:
-        if self.name == "z.json":
-            raise KeyboardInterrupt
-        write(self, file)
-
-    monkeypatch.setattr(RemotePath, "put", stop)
-    with pytest.raises(KeyboardInterrupt):
-        upload_export(folder, check_upload(address, overwrite=False))
-    monkeypatch.undo()
+    interrupt_upload(folder, address, overwrite=False)
     other = an_export(tmp_path / "b", ["config.json"])
     upload_export(other, check_upload(address, overwrite=True))
     assert objects(address) == files(other), "nothing is left of the first"
