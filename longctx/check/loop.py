@@ -44,10 +44,13 @@ def padded(rows: list[dict[str, list[int]]], pad: int) -> dict[str, torch.Tensor
     return {name: torch.tensor(values) for name, values in batch.items()}
 
 
-def packed_batches(probe: Probe, length: int = 128) -> list[dict[str, torch.Tensor]]:
+def packed_batches(
+    probe: Probe, length: int = 128, *, shared: bool = False
+) -> list[dict[str, torch.Tensor]]:
     """Returns the micro-batches of this rank, a row of whole documents each, [1, `length`], filled
     up with padding, whose tokens are documents of their own: ids, labels that stand at the token
-    before, positions in documents and numbers of documents. All ranks have as many."""
+    before, positions in documents and numbers of documents. All ranks have as many, or the same
+    ones if `shared`."""
     rank, ranks = place()
     rows = [_empty_row()]
     for number, row in enumerate(probe.rows):
@@ -59,8 +62,9 @@ def packed_batches(probe: Probe, length: int = 128) -> list[dict[str, torch.Tens
         last["labels"] += [*row["labels"][1:], IGNORED]
         last["positions"] += range(len(ids))
         last["documents"] += [number] * len(ids)
-    while len(rows) % ranks:
-        rows.append(_empty_row())
+    if not shared:
+        while len(rows) % ranks:
+            rows.append(_empty_row())
     for row in rows:
         missing = length - len(row["input_ids"])
         row["input_ids"] += [probe.pad] * missing
@@ -68,6 +72,8 @@ def packed_batches(probe: Probe, length: int = 128) -> list[dict[str, torch.Tens
         row["positions"] += [0] * missing
         row["documents"] += range(-missing, 0)
     mine = rows[rank::ranks]
+    if shared:
+        mine = rows
     return [{name: torch.tensor([values]) for name, values in row.items()} for row in mine]
 
 

@@ -6,6 +6,7 @@ from .errors import UsageError
 
 TEMPLATES = (
     "accelerate",
+    "context_parallel",
     "data",
     "ddp",
     "fsdp2",

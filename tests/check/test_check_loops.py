@@ -24,6 +24,11 @@ FAULTS = {
         "logits[:, 1:]",
         "labels are not shifted: tokens predict themselves",
     ),
+    "context_parallel": (
+        "mask = (same & earlier)",
+        "mask = earlier[None]",
+        "documents see each other, though positions begin anew with each",
+    ),
     "ddp": ("losses / targets", "losses / (2 * targets)", "the loss has a wrong scale"),
     "fsdp2": (
         "losses / targets",
