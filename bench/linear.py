@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import Table, facts, options
-from longctx.attention.linear import Recurrence
+from longctx.attention.linear.recurrence import Recurrence
 from longctx.planning.layout import Layout, Placement
 
 CASES = [

@@ -4,9 +4,9 @@ from longctx.config import Config
 from longctx.errors import shell
 from longctx.hf.source import lines_on
 from longctx.model.presets import NoNativeModel
-from longctx.training.build import computed_by
 from longctx.training.checks import check_family
 from longctx.training.data import mix_lines
+from longctx.training.kernels import computed_by
 from longctx.training.metrics import mean_speed
 from longctx.training.run import Run
 from longctx.training.run_profile import run_profile

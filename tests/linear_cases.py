@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from longctx.attention.linear import Recurrence
+from longctx.attention.linear.recurrence import Recurrence
 from tests.attention_cases import Case
 
 K_DIM, V_DIM = 3, 5

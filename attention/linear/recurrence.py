@@ -3,7 +3,6 @@ ranks."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,15 +13,8 @@ from longctx.attention.linear.convolution import Halo, convolve
 from longctx.attention.linear.scan import Scan, linear_attention
 from longctx.attention.linear.segments import RankSegments
 from longctx.attention.linear.sending import MakeExchange
+from longctx.attention.uncompiled import not_compiled
 from longctx.planning.layout import Layout
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def not_compiled(function: Function) -> Function:
-    """Runs `function` as it is also in a compiled block: its index tensors and messages differ
-    between micro-batches."""
-    return cast("Function", torch.compiler.disable(function))
 
 
 class Recurrence:

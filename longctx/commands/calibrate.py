@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.calibration import measure_profile
     from longctx.parallel.device import prepare_device
     from longctx.planning.hardware_profile import HardwareProfile
-    from longctx.training.build import join_run, prepare_run_kernels
+    from longctx.training.build import join_run
+    from longctx.training.kernels import prepare_run_kernels
     from longctx.training.run_profile import default_profile
 
     device = prepare_device(config.train.device, launch)

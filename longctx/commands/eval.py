@@ -116,7 +116,8 @@ def _evaluate(
 ) -> None:
     """Joins the processes and evaluates; rank 0 prints and writes the result."""
     from longctx.evaluation.loss import evaluate
-    from longctx.training.build import join_run, prepare_run_kernels
+    from longctx.training.build import join_run
+    from longctx.training.kernels import prepare_run_kernels
 
     prepare_run_kernels(target.config, target.source.spec, launch, device)
     with join_run(target.config, launch, device) as mesh:

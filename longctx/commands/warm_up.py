@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from longctx.attention.kernels import ahead, flash_4
-    from longctx.training.build import attention_requests
+    from longctx.training.kernels import attention_requests
 
     target = ahead.TARGETS[arguments.arch]
     if arguments.multiprocessors is not None:

@@ -32,10 +32,11 @@ import torch.distributed as dist
 from longctx.arguments import checked, flag, kind, only, or_none, whole
 from longctx.attention.host_to_device import copy_to
 from longctx.attention.kernels.grouped_product import leaves_gradients
-from longctx.attention.linear import Recurrence, not_compiled
+from longctx.attention.linear.recurrence import Recurrence
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RULES, RingAttention
 from longctx.attention.ulysses import HybridAttention
+from longctx.attention.uncompiled import not_compiled
 from longctx.errors import install
 from longctx.hf.exactness import (
     LINEAR_TYPES,

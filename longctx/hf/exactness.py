@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from longctx.attention.expansion import Compressed
-from longctx.attention.linear import Recurrence
+from longctx.attention.linear.recurrence import Recurrence
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import not_finite
 

@@ -23,8 +23,8 @@ from longctx.attention.expansion import Compressed
 from longctx.attention.indexed import LongDocuments, queries_of
 from longctx.attention.keeping import kept
 from longctx.attention.kernels.sparse import SparseFunctions, sparse_functions, usable
-from longctx.attention.linear import not_compiled
 from longctx.attention.ring import RingAttention
+from longctx.attention.uncompiled import not_compiled
 from longctx.hf.absorbed import attend_absorbed, is_linear
 from longctx.hf.exactness import Alone, HuggingFaceError
 from longctx.hf.masks import CausalMask

@@ -8,7 +8,8 @@ memory.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 
@@ -23,6 +24,7 @@ from longctx.memory.model import Memory, estimate, fits
 from longctx.parallel.host_memory import free_bytes
 from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.spec import RECOMPUTE_MODES, ModelSpec
+from longctx.planning.plan import Plan
 from longctx.training.data import first_plans
 from longctx.training.described import read_described
 from longctx.training.run import Run
@@ -37,6 +39,19 @@ everything."""
 
 class DoesNotFit(UserError):
     """A run that needs more memory than its ranks have available."""
+
+
+@dataclass
+class PlannedSteps:
+    """Plans of a run's first steps, each made once, when it is first asked for."""
+
+    coming: Iterator[Plan]
+    made: list[Plan] = field(default_factory=list)
+
+    def first(self, steps: int) -> list[Plan]:
+        missing = max(0, steps - len(self.made))
+        self.made += islice(self.coming, missing)
+        return self.made[:steps]
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,9 @@ class RunMemory:
     store: Store | None
     ranks: int
     fused: bool
+    _planned: dict[str, PlannedSteps] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, run: Run) -> "RunMemory":
@@ -63,8 +81,18 @@ class RunMemory:
         """Returns the loads of the ranks."""
         if self.store is None:
             return list(full_loads(config, self.ranks))
-        steps = min(PLANNED_STEPS, config.train.steps)
-        return list(loads(first_plans(config, self.store, self.ranks, steps), config))
+        return list(loads(self.plans(config, PLANNED_STEPS), config))
+
+    def plans(self, config: Config, steps: int) -> list[Plan]:
+        """Returns the plans of the run's first `steps` steps, or of all if it has fewer. Each is
+        made once for the same settings, with kept K and V by default as without them."""
+        assert self.store is not None
+        keep_kv = bool(config.context.keep_kv)
+        settings = config.changed({"context.keep_kv": keep_kv}).to_yaml()
+        if settings not in self._planned:
+            coming = first_plans(config, self.store, self.ranks, config.train.steps)
+            self._planned[settings] = PlannedSteps(coming)
+        return self._planned[settings].first(steps)
 
     def peak(self, config: Config) -> Memory:
         """Returns the peak memory of the fullest rank."""

@@ -114,11 +114,12 @@ def predict(given: Config, of_run: RunMemory, documents: Store) -> PredictedRun:
     """Predicts a run with the settings `given`, on `documents`, which stand in for the store where
     `of_run` has none: its memory is then that of full ranks."""
     config = of_run.as_fitted(given)
-    steps = min(STEPS, config.train.steps)
-    plans = list(first_plans(config, documents, of_run.ranks, steps))
     if of_run.store is None:
+        steps = min(STEPS, config.train.steps)
+        plans = list(first_plans(config, documents, of_run.ranks, steps))
         memory = of_run.peak(config)
     else:
+        plans = of_run.plans(config, STEPS)
         found = list(loads(plans, config))
         memory = estimate(of_run.spec, config, of_run.ranks, found, fused=of_run.fused)
     words = chosen(config, plans)

@@ -53,7 +53,7 @@ from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Planning, StepExchange
 from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
 from longctx.trainers.whole_steps import NEEDED, REPLACED, WholeSteps
-from longctx.training.build import kernel_requests, prepare_kernels
+from longctx.training.kernels import kernel_requests, prepare_kernels
 from longctx.units import format_bytes
 
 

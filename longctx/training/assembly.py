@@ -7,8 +7,8 @@ from pathlib import Path
 
 from longctx.model.protocol import Model, differences_but_rope
 from longctx.parallel.mesh import Mesh
-from longctx.training.build import computed_by
 from longctx.training.data import build_loader, choose_max_length
+from longctx.training.kernels import computed_by
 from longctx.training.metrics import MetricsLog
 from longctx.training.run import Run
 from longctx.training.runner import ModelRunner

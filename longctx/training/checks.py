@@ -20,8 +20,8 @@ from longctx.hf.source import ModelSource
 from longctx.parallel.float8 import check_float8
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
-from longctx.training.build import prepare_run_kernels
 from longctx.training.data import RunData
+from longctx.training.kernels import prepare_run_kernels
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import group_of
 from longctx.training.run import Run

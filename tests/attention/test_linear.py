@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.linear import Recurrence
+from longctx.attention.linear.recurrence import Recurrence
 from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
 from tests.linear_cases import NAMES, RULES, gather, run_linear, token_by_token

@@ -2,6 +2,7 @@
 on the scaling."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import yaml
 
 from longctx.cli import main
 from longctx.config import Config, load
+from longctx.data.loader import plan_step
 from longctx.data.store.store import Store
 from longctx.memory.fitting import RunMemory
 from longctx.model.presets import PRESETS
@@ -29,9 +31,10 @@ from longctx.planning.hardware_profile import (
     shipped_profiles,
 )
 from longctx.planning.pipeline import Pipeline
+from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
-from longctx.training.data import make_planner
+from longctx.training.data import first_plans, make_planner
 from longctx.training.described import (
     ProfilesDiffer,
     preset_profile,
@@ -607,6 +610,36 @@ SMALL_PRESET = [
     "batch.tokens_per_rank=1024",
     "batch.global_tokens=8000",
 ]
+
+
+def test_each_step_is_planned_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of kept K and V is planned as without them, and no other settings are alike."""
+    settings = [*SMALL_PRESET, f"data.store={store}", "data.max_length=1500", "train.steps=3"]
+    config = load(None, settings, world_size=8)
+    opened = Store.open(store)
+    expected = _timeless(first_plans(config, opened, ranks=8, steps=3))
+    planned = []
+
+    def counting(*given: Any) -> Any:
+        planned.append(given)
+        return plan_step(*given)
+
+    monkeypatch.setattr("longctx.training.data.plan_step", counting)
+    memory = RunMemory(config.model.shape(257).spec, opened, 8, False)
+    assert _timeless(memory.plans(config, 2)) == expected[:2]
+    memory.loads(config.changed({"context.keep_kv": False}))
+    assert _timeless(memory.plans(config, 5)) == expected
+    assert _timeless(memory.plans(config, 1)) == expected[:1]
+    assert len(planned) == 3
+    kept = config.changed({"context.keep_kv": True})
+    of_kept = _timeless(first_plans(kept, opened, ranks=8, steps=2))
+    assert _timeless(memory.plans(kept, 2)) == of_kept
+    assert len(planned) == 7
+
+
+def _timeless(plans: Iterable[Plan]) -> list[Plan]:
+    """Returns the plans without the time that they took to make."""
+    return [replace(plan, planning_ms=0.0) for plan in plans]
 
 
 @pytest.mark.slow
