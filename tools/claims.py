@@ -177,7 +177,7 @@ NO_CLAIM = (
     "**You have**",
     "| 8B model, 64 H100s",
     "Inside [the trainer",
-    "Linux, Python",
+    "Linux (macOS",
     "longctx is on no package registry",
     "(`pip install torch",
     "Put text files",

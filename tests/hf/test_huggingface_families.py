@@ -36,6 +36,8 @@ on one process.
 - `refused`: `prepare(model)` raises `HuggingFaceError` with this text.
 - `not buildable`: transformers cannot build or run the tiny model; `prepare` checks larger ones as it does any model.
 
+Models with [indexed attention](transformers.md#indexed-attention) (DeepSeek V3.2, GLM 5) may select other keys at near ties.
+
 BERT and its like are built with `is_decoder=True`, models of several modalities take text alone. A config may have other layers
 than its default: `prepare` looks at the model that it is given, not at its name.
 
