@@ -13,7 +13,7 @@ from longctx.cli import main
 from longctx.hf.spec import spec_of
 from longctx.parallel.device import ALLOCATOR_SETTINGS
 from longctx.trainers import dynamic
-from longctx.training import build
+from longctx.training import build, kernels
 from tests.evaluation_cases import FOR_CHECKPOINTS, save_checkpoint
 from tests.trainer_cases import model
 from tests.training_cases import make_store
@@ -56,7 +56,7 @@ def test_kernels_of_trainers_are_compiled_and_named(
             )
         )
 
-    monkeypatch.setattr(build, "compile_variants", compile_variants)
+    monkeypatch.setattr(kernels, "compile_variants", compile_variants)
     monkeypatch.setitem(KERNELS, "any", ANY)
     for name in ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -101,6 +101,6 @@ def test_commands_choose_kernels_before_processes_join(
         raise KernelError(f"no kernel is {kernel}")
 
     monkeypatch.setattr(build, "join_run", lambda *_: pytest.fail("the processes have joined"))
-    monkeypatch.setattr(build, "prepare_kernels", refuse)
+    monkeypatch.setattr(kernels, "prepare_kernels", refuse)
     assert main([command, *given]) == 2
     assert "no kernel is auto" in capsys.readouterr().err
