@@ -146,54 +146,122 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
     }
 
 
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How the rows of split documents travel.
+
+    Attributes:
+        per_node: ranks of a node, if rows cross the network once per node; None: from rank to rank.
+        swapping: Ulysses degree.
+        copies: ranks that have a copy of each KV head where heads are swapped for tokens.
+    """
+
+    per_node: int | None
+    swapping: int
+    copies: int
+
+    @classmethod
+    def of(cls, plan: Plan, config: Config) -> "ExchangeSettings":
+        per_node = None
+        if config.context.two_level_exchange:
+            per_node = plan.profile.ranks_per_node
+        swapping = config.context.ulysses_degree
+        kv_heads = config.model_source().spec.largest_layer.num_key_value_heads
+        copies = swapping * config.parallel.tensor_parallel_size // kv_heads
+        return cls(per_node, swapping, copies=max(1, copies))
+
+    def rings(self, placement: Placement, length: int) -> int:
+        """Returns how many rings exchange the rows of a document: as many as the Ulysses degree if
+        its heads are swapped. Each then has chunks as many times as long, with a share of the width
+        per row, or a whole KV head."""
+        if swaps_heads(length, placement.first_rank, placement.degree, self.swapping):
+            return self.swapping
+        return 1
+
+
+class RowsOfRanks:
+    """Rows of every rank of a domain in one micro-batch, added up document by document."""
+
+    def __init__(self, ranks: int, rounds: int) -> None:
+        self.tokens = np.zeros(ranks, dtype=np.int64)
+        self.swapped = np.zeros(ranks, dtype=np.int64)
+        self.sources = np.zeros(ranks, dtype=np.int64)
+        self.sent = np.zeros(ranks)
+        self.received = np.zeros((ranks, rounds + 1))
+
+    def hold(self, placement: Placement, length: int, *, swapped: bool) -> None:
+        """Adds the tokens of a document to its ranks."""
+        ring = _slice_of(placement)
+        own = largest_shard(length, placement.degree)
+        self.tokens[ring] += own
+        if swapped:
+            self.swapped[ring] += own
+
+    def encode(self, placement: Placement, source: int) -> None:
+        """Adds the rows of a document that an encoder reads, which `hold` has counted too."""
+        ring = _slice_of(placement)
+        self.sources[ring] += largest_shard(source, placement.degree)
+
+    def exchange(
+        self, placement: Placement, length: int, *, rings: int, by: ExchangeSettings
+    ) -> None:
+        """Adds the rows that a document's ranks receive and send."""
+        degree = placement.degree
+        if degree <= rings:
+            return  # each rank has all rows of its heads
+        rows = length / (2 * degree)
+        if rings > 1:
+            rows *= by.copies
+        ring = np.array(placement.ring)
+        for first in range(rings):
+            members = ring[first::rings]
+            if placement.reversed:
+                members = members[::-1]
+            nodes = _nodes(members, by.per_node)
+            received, sent = _exchanged_chunks(len(members), nodes, placement.rounds)
+            self.received[members, : placement.rounds + 1] += received * rows
+            self.sent[members] += sent * rows
+
+    def held(self, rounds: int) -> Floats:
+        """Returns the maximum remote rows of `rounds` consecutive rounds, by rank."""
+        at_once = min(rounds, self.received.shape[1])
+        windows = sliding_window_view(self.received, at_once, axis=1)
+        most: Floats = windows.sum(axis=-1).max(axis=1)
+        return most
+
+
 def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]:
     """Yields the load of every rank of the domain, in order, in micro-batch `number`."""
-    per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
-    spec = config.model_source().spec
-    swapping = config.context.ulysses_degree
-    copies = max(
-        1, swapping * config.parallel.tensor_parallel_size // spec.largest_layer.num_key_value_heads
-    )
-    tokens, swapped, sources = np.zeros((3, plan.ranks), dtype=np.int64)
-    most = max(placement.rounds for placement in plan.micro_batches[number])
-    sent = np.zeros(plan.ranks)
-    received = np.zeros((plan.ranks, most + 1))
-    for placement in plan.micro_batches[number]:
+    placements = plan.micro_batches[number]
+    exchange = ExchangeSettings.of(plan, config)
+    rows = RowsOfRanks(plan.ranks, max(placement.rounds for placement in placements))
+    for placement in placements:
         length = plan.lengths[placement.document]
-        degree = placement.degree
-        ring = slice(placement.first_rank, placement.first_rank + degree)
-        tokens[ring] += largest_shard(length, degree)
-        sources[ring] += (
-            largest_shard(plan.sources[placement.document], degree) if plan.sources else 0
-        )
-        # With Ulysses degree u there are u rings of chunks u times as long, with 1/u of the width
-        # per row, or a whole KV head.
-        rings = swapping if swaps_heads(length, placement.first_rank, degree, swapping) else 1
-        if rings > 1:
-            swapped[ring] += largest_shard(length, degree)
-        for first in range(rings if degree > rings else 0):
-            members = np.array(placement.ring)[first::rings][:: -1 if placement.reversed else 1]
-            chunks = _exchanged_chunks(len(members), _nodes(members, per_node), placement.rounds)
-            rows = length / (2 * degree) * (copies if rings > 1 else 1)
-            received[members, : placement.rounds + 1] += chunks[0] * rows
-            sent[members] += chunks[1] * rows
+        rings = exchange.rings(placement, length)
+        rows.hold(placement, length, swapped=rings > 1)
+        if plan.sources:
+            rows.encode(placement, plan.sources[placement.document])
+        rows.exchange(placement, length, rings=rings, by=exchange)
     # One round is computed while the next one is in flight; with two levels, so is the first hop of
     # the round after that.
-    at_once = min(3 if per_node else 2, received.shape[1])
-    held = sliding_window_view(received, at_once, axis=1).sum(axis=-1).max(axis=1)
+    held = rows.held(3 if exchange.per_node else 2)
     for rank in range(plan.ranks):
         yield Load(
-            tokens=int(tokens[rank]),
-            remote=round(received[rank].sum()),
-            sent=round(sent[rank]),
+            tokens=int(rows.tokens[rank]),
+            remote=round(rows.received[rank].sum()),
+            sent=round(rows.sent[rank]),
             held=round(held[rank]),
-            fullest=round(received[rank].max()),
+            fullest=round(rows.received[rank].max()),
             micro_batches=len(plan.micro_batches),
-            swapped=int(swapped[rank]),
-            kv_copies=copies,
-            source=int(sources[rank]),
+            swapped=int(rows.swapped[rank]),
+            kv_copies=exchange.copies,
+            source=int(rows.sources[rank]),
             first=number == 0,
         )
+
+
+def _slice_of(placement: Placement) -> slice:
+    return slice(placement.first_rank, placement.first_rank + placement.degree)
 
 
 def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -> tuple[int, ...]:
