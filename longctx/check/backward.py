@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -82,36 +83,60 @@ def beside_tokens(facts: Facts, expected: Tensors) -> Iterator[Finding]:
     if made is not None:
         yield made
         return
-    weights = {name: weight.detach() for name, weight in facts.reference.named.items()}
-    candidates = {DECAY: weights}
+    for kind, added in _candidates(facts, expected).items():
+        sum_of = _sum_with(facts, expected, added, lacking=_norm(lacking))
+        if sum_of is not None:
+            yield from _added(facts, kind, sum_of)
+            return
+
+
+def _candidates(facts: Facts, expected: Tensors) -> dict[str, Tensors]:
+    """Returns what may have been added to all gradients, by kind of fault."""
+    candidates = {DECAY: {name: each.detach() for name, each in facts.reference.named.items()}}
     routers = loss_of_routers(facts.record, facts.reference)
     if routers is not None:
         candidates[ROUTERS] = routers
     before = facts.record.before
     if before:
-        candidates[BEFORE] = {
-            name: before.get(name, torch.zeros_like(each)) for name, each in expected.items()
-        }
-    for kind, added in candidates.items():
-        factor = _share(found, expected, added)
-        for share in (1.0, factor):  # of the step's own gradients
-            own = {name: share * right for name, right in expected.items()}
-            rest = {name: found[name] - right for name, right in own.items()}
-            by = _product(rest, added) / max(_norm(added) ** 2, 1e-300)
-            left = {name: rest[name] - by * each for name, each in added.items()}
-            most = limit * min(_norm(rest), _norm(lacking))
-            if limit != FLOAT32.backward:  # sums are rounded whole
-                most = max(most, min(limit * _norm(found), CLEARLY * _norm(lacking)))
-            if not _norm(left) <= most:
-                continue
-            as_it_was = kind == BEFORE and abs(by - 1) <= facts.limits.backward
-            yield Finding(kind, "" if as_it_was else f"{by:.3g} times")
-            weights_now = list(facts.kept.values())
-            if weights_now and facts.even(weights_now):
-                scale = share * sum(weights_now) / len(weights_now)
-                if not abs(scale - 1) <= facts.same:
-                    yield Finding(SCALE, f"× {scale:.5g}, without that")
-            return
+        zeros = {name: torch.zeros_like(each) for name, each in expected.items()}
+        candidates[BEFORE] = {name: before.get(name, zero) for name, zero in zeros.items()}
+    return candidates
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What gradients are: the step's own ones times `share`, and what was added times `by`."""
+
+    share: float
+    by: float
+
+
+def _sum_with(facts: Facts, own: Tensors, added: Tensors, *, lacking: float) -> Sum | None:
+    """Returns the sum that the gradients found are, None if they are none. `lacking`: how far they
+    are from the step's own."""
+    found = facts.record.gradients
+    limit = facts.limits.backward
+    for share in (1.0, _share(found, own, added)):
+        rest = {name: found[name] - share * right for name, right in own.items()}
+        by = _product(rest, added) / max(_norm(added) ** 2, 1e-300)
+        left = {name: rest[name] - by * each for name, each in added.items()}
+        most = limit * min(_norm(rest), lacking)
+        if limit != FLOAT32.backward:  # sums are rounded whole
+            most = max(most, min(limit * _norm(found), CLEARLY * lacking))
+        if _norm(left) <= most:
+            return Sum(share, by)
+    return None
+
+
+def _added(facts: Facts, kind: str, sum_of: Sum) -> Iterator[Finding]:
+    """Yields what is said of something added to gradients, and of the scale of the others."""
+    as_it_was = kind == BEFORE and abs(sum_of.by - 1) <= facts.limits.backward
+    yield Finding(kind, "" if as_it_was else f"{sum_of.by:.3g} times")
+    weights = list(facts.kept.values())
+    if weights and facts.even(weights):
+        scale = sum_of.share * sum(weights) / len(weights)
+        if not abs(scale - 1) <= facts.same:
+            yield Finding(SCALE, f"× {scale:.5g}, without that")
 
 
 def _share(found: Tensors, own: Tensors, added: Tensors) -> float:
