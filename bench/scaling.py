@@ -13,8 +13,6 @@ Steps have 4 documents per GPU with lengths of a published mix, at most 2,048, a
 with the GPUs forever.
 """
 
-import contextlib
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -26,23 +24,17 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from harness import Table, command, facts, markdown, options
-from longctx.comparison.baselines import fixed_degree, place_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.assignment import Integers
-from longctx.planning.cost.bounds import step_bound_ns
-from longctx.planning.cost.model import NANOSECONDS, score
-from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.pipeline import NO_PIPELINE
-from longctx.planning.plan import PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
 from split import schedule_name
 from split_cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from split_search import memory_of, possible_splits, search
+from split_search import memory_of, search
+from static_split import best_static
 
 PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "scaling.md"
 PROFILE, MIX = "h100-nvlink-ib", "wlb_128k"
@@ -163,7 +155,8 @@ def predict(machine: Machine, name: str, gpus: int, seeds: int = SEEDS) -> Row:
     split, step_s, memory = _auto(
         machine, spec, [best.split for best in outcome.best], steps, mix.longest
     )
-    static_s, static, degree = _static(machine, spec, gpus, steps, mix.longest)
+    static = best_static(machine, spec, steps, gpus, longest=mix.longest)
+    assert static is not None  # mode auto found a split
     flops = fmean(model_flops(spec, lengths.tolist()) for lengths in steps)
     tokens = fmean(int(lengths.sum()) for lengths in steps)
     return Row(
@@ -181,11 +174,11 @@ def predict(machine: Machine, name: str, gpus: int, seeds: int = SEEDS) -> Row:
         tokens_per_s_per_gpu=tokens / step_s / gpus,
         mfu=flops / (step_s * gpus * machine.peak_flops_per_s),
         memory_gib=memory / 2**30,
-        static_tp=static.tensor,
-        static_pp=static.pipeline.ranks,
-        static_degree=degree,
-        static_step_s=static_s,
-        static_mfu=flops / (static_s * gpus * machine.peak_flops_per_s),
+        static_tp=static.split.tensor,
+        static_pp=static.split.pipeline.ranks,
+        static_degree=static.degree,
+        static_step_s=static.step_s,
+        static_mfu=flops / (static.step_s * gpus * machine.peak_flops_per_s),
         search_s=search_s,
     )
 
@@ -210,72 +203,6 @@ def _auto(
         if memory <= machine.memory_bytes:
             return split, fmean(plan.makespan_s for plan in plans), memory
     raise UserError("no split that is fast for the first step has memory for the others")
-
-
-def _static(
-    machine: Machine, spec: ModelSpec, gpus: int, steps: Sequence[Integers], longest: int
-) -> tuple[float, Split, int]:
-    """Returns mean seconds per step, split and degree of fixed static on the best split of all that
-    hold the documents.
-
-    Splits are visited in ascending order of a bound on the time of any plan.
-    """
-    queue = []
-    for number, split in enumerate(possible_splits(spec, gpus, machine.profile.ranks_per_node)):
-        with contextlib.suppress(PlanError):  # too few ranks for the longest document
-            degree = fixed_degree(longest, split.domain, split.tokens_per_rank)
-            profile = profile_of(machine, spec, split)
-            bounds = [
-                step_bound_ns(profile, step, split.domain, split.tokens_per_rank, split.pipeline)
-                for step in steps
-            ]
-            queue.append((sum(bounds), number, split, degree, profile, bounds))
-    best: tuple[float, Split, int] = (
-        math.inf,
-        Split(1, NO_PIPELINE, 1, "none", "step", "step", 1),
-        0,
-    )
-    for bound, _, split, degree, profile, bounds in sorted(queue, key=lambda each: each[:2]):
-        if bound >= best[0]:
-            break
-        time_ns = _static_ns(machine, spec, split, degree, profile, steps, bounds, longest, best[0])
-        if time_ns < best[0]:
-            best = time_ns, split, degree
-    assert best[0] < math.inf  # mode auto found a split
-    return best[0] / len(steps) / NANOSECONDS, best[1], best[2]
-
-
-def _static_ns(
-    machine: Machine,
-    spec: ModelSpec,
-    split: Split,
-    degree: int,
-    profile: HardwareProfile,
-    steps: Sequence[Integers],
-    bounds: Sequence[float],
-    longest: int,
-    limit_ns: float,
-) -> float:
-    """Returns the time of all steps under fixed static; infinity if memory is too small or the time
-    reaches the limit."""
-    times = list(bounds)
-    for number, lengths in enumerate(steps):
-        assignment = place_fixed_static(
-            profile, lengths, split.domain, split.tokens_per_rank, degree
-        )
-        plain = score(profile, lengths, assignment, split.domain, split.pipeline)
-        times[number] = plain.makespan_ns  # and with rounds no less
-        if sum(times) >= limit_ns:
-            return math.inf
-        if (
-            memory_of(machine, spec, split, longest, assignment.micro_batches).total
-            > machine.memory_bytes
-        ):
-            return math.inf
-        times[number] = choose_rounds(profile, lengths, assignment, plain, split.max_remote_tokens)[
-            1
-        ].makespan_ns
-    return sum(times)
 
 
 def page(found: list[dict[str, str]], about: dict[str, str]) -> str:

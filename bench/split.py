@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +36,7 @@ from longctx.planning.layout import longest_document
 from longctx.planning.pipeline import Pipeline
 from split_cost import LLAMA_3_VOCABULARY, Machine, Split
 from split_search import BUDGETS, PlannedSplit, SearchResult, search
+from static_split import StaticSplit, best_static
 
 MOST_GPUS = 1 << 16
 MANY_GPUS = 256
@@ -76,6 +78,12 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--memory-gb", type=float, metavar="M", help=f"memory per GPU in GB, 10⁹ bytes {known}"
+    )
+    parser.add_argument(
+        "--static",
+        action="store_true",
+        help="also search for the best split of a static run, one degree for all documents, and "
+        "print what mode auto gains over it (minutes)",
     )
     steps = (
         f"steps to plan; figures are means over them (default: {DEFAULT_STEPS}; 1 from "
@@ -121,6 +129,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> None:
             budgets=budgets,
             progress=lambda phase, done, total: show(phase, done / max(1, total)),
         )
+    static = None
+    if arguments.static:
+        static = best_static(machine, spec, list(map(np.array, steps)), gpus, longest=longest)
     common = {
         "model.preset": arguments.model,
         **dict(override.split("=", 1) for override in overrides),
@@ -141,7 +152,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> None:
         }
         print(
             json.dumps(
-                {**about, "splits": {"possible": outcome.possible, **counts(outcome)}, "best": best}
+                {
+                    **about,
+                    "splits": {"possible": outcome.possible, **counts(outcome)},
+                    "best": best,
+                    **static_json(static),
+                }
             )
         )
         return
@@ -152,6 +168,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> None:
         f"{source}"
     )
     print_splits(title, outcome, common, Console())
+    if arguments.static:
+        print(static_line(static, outcome.best[0]))
 
 
 def _refuse(gpus: int, max_length: int | None, overrides: list[str]) -> None:
@@ -205,6 +223,31 @@ def row(planned: PlannedSplit) -> dict[str, Any]:
         name: value for name, value in vars(planned).items() if name not in ("split", "memory")
     }
     return {"domain": split.domain, "settings": split.settings, **figures, "memory": memory}
+
+
+def static_json(static: StaticSplit | None) -> dict[str, Any]:
+    """Returns the best split of a static run as plain values; nothing without one."""
+    if static is None:
+        return {}
+    values = {
+        "settings": static.split.settings,
+        "degree": static.degree,
+        "step_s": static.step_s,
+    }
+    return {"static": values}
+
+
+def static_line(static: StaticSplit | None, best: PlannedSplit) -> str:
+    """Returns what the best split gains over that of a static run, in words."""
+    if static is None:
+        return "No split holds a static run of these documents."
+    split = static.split
+    sizes = f"tp {split.tensor}, pp {split.pipeline.ranks}, domain {split.domain}"
+    return (
+        f"The first split is {static.step_s / best.step_s:.2f} times as fast as a static run on "
+        f"its own best split: {static.step_s:.3g} s a step at degree {static.degree} for all "
+        f"({sizes}, {split.tokens_per_rank} tokens per rank, recompute {split.recompute})"
+    )
 
 
 def counts(outcome: SearchResult) -> dict[str, int]:

@@ -76,7 +76,7 @@ CLAIMS = (
         LARGE,
     ),
     Claim(
-        "that others published",
+        "with published",
         ("comparison/test_mixes.py::test_histograms_are_those_published",),
     ),
     Claim(

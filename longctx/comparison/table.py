@@ -129,7 +129,7 @@ def gains(rows: Sequence[PlannerRow]) -> list[str]:
     )
     split = (
         "auto over the best tensor and pipeline split of a static run: python bench/split.py "
-        f"--gpus {ranks}"
+        f"--gpus {ranks} --static"
     )
     return [
         split,

@@ -46,6 +46,7 @@ from longctx.trainers.refusals import (
     check_trainer,
     notes_on_data,
     refuse,
+    refuse_long_completions,
 )
 from longctx.trainers.riders import Rider
 from longctx.trainers.rollout_experts import Replaying, notes_on_replay, replay_of
@@ -129,6 +130,7 @@ def dynamic_context_parallel(
             if tokens_per_rank is None:
                 has_chunks = chunked is not None
                 tokens_per_rank = workload.tokens_that_fit(groups.ids, chunks=has_chunks)
+            refuse_long_completions(trainer.args, tokens_per_rank)
             notes = [
                 *_prepare_kernels(traits, workload.spec, kernel),
                 *notes_on_data(traits, tokens_per_rank * ranks, model_family.length_fields),

@@ -478,6 +478,21 @@ def notes_on_data(
                 )
 
 
+def refuse_long_completions(args: Any, tokens_per_rank: int) -> None:
+    """Raises TrainerError if a completion as long as a trainer may sample, after a prompt, has more
+    tokens than all ranks hold."""
+    most = getattr(args, "max_completion_length", None)
+    if most is None or not hasattr(args, "num_generations"):
+        return
+    held = args.world_size * tokens_per_rank
+    if most >= held:
+        raise TrainerError(
+            f"max_completion_length is {most:,}, but {args.world_size} ranks of "
+            f"{tokens_per_rank:,} tokens hold {held:,} with the prompt: give more "
+            "tokens_per_rank, use more ranks, or lower max_completion_length"
+        )
+
+
 def _document_lengths(data: Any, length_fields: Sequence[str]) -> npt.NDArray[np.int64]:
     """Returns the tokens of every document of a data set, in all its `length_fields`, from offsets
     alone; also of rows that TRL has packed."""

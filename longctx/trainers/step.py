@@ -247,7 +247,7 @@ class StepExchange:
             )
         except PlanError as error:
             refused = TrainerError(
-                f"{error}; or shorten the documents, as SFTConfig's max_length does"
+                f"{error}; or shorten the documents, as max_length does, or max_completion_length"
             )
             # All ranks plan the same.
             raise (refused if self.group is None else said_by(0, refused)) from error

@@ -86,8 +86,9 @@ def test_readme_says_what_the_timeline_shows() -> None:
             assert made.degrees == {1: 255, own: 1}
             longest = f"{max(lengths) // 1000}k"
     said = (
-        f"gain {min(gains)} to {max(gains)}×: above, the best single degree, {degree} for all; "
-        f"below, a document of {longest} tokens takes {own} ranks, each other one"
+        f"gain {min(gains)} to {max(gains)}×: above, the best single degree of that step, "
+        f"{degree} for all; below, a document of {longest} tokens takes {own} ranks, and each other "
+        "stays on one"
     )
     assert said in (ROOT / "README.md").read_text("utf-8"), said
     description = json.loads(shown(DOCS / "timeline.png")[0])

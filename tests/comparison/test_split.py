@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from longctx.planning.hardware_profile import NO_LIMIT
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
-from split import main
+from split import main, static_line
 from split_cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
 from split_search import (
     TOO_LARGE,
@@ -445,6 +446,25 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         update={"num_hidden_layers": 4, "vocab_size": LLAMA_3_VOCABULARY}
     )
     assert f"{layers.spec.parameters / 1e9:.1f}B parameters" in said
+
+
+def test_a_static_run_on_its_own_best_split(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its search is that of bench/scaling.py, which tests/bench compares with every split."""
+    command = [*COMMAND, "--model", "llama-3.2-1b", "--static"]
+    main([*command, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    main(command)
+    said = capsys.readouterr().out
+    static = found["static"]
+    gain = static["step_s"] / found["best"][0]["step_s"]
+    assert gain >= 1
+    assert f"The first split is {gain:.2f} times as fast as a static run on its own best" in said
+    assert f"s a step at degree {static['degree']} for all (tp " in said
+    budget = static["settings"]["batch.tokens_per_rank"]
+    assert static["degree"] * int(budget) >= 24_000
+    assert static_line(None, SimpleNamespace(step_s=1.0)) == (
+        "No split holds a static run of these documents."
+    )
 
 
 @pytest.mark.parametrize(

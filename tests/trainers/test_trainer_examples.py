@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from longctx.trainers import dynamic_context_parallel
+from longctx.trainers.refusals import TrainerError
 from tests.encoder_cases import build_encoder
 from tests.trainer_cases import (
     Engine,
@@ -130,7 +131,8 @@ def test_it_runs_as_it_is_printed(
 def test_the_agent_runs_as_it_is_printed(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an engine and an environment that make completions of the prompt."""
+    """With an engine and an environment that make completions of the prompt, on one process that
+    holds what the page's eight do: a rank of those alone is refused."""
     import datasets
     import peft
     import trl
@@ -161,7 +163,12 @@ def test_the_agent_runs_as_it_is_printed(
         "LoraConfig": peft.LoraConfig,
         "tasks": datasets.Dataset.from_list(QUESTIONS),
     }
-    exec(text.replace("Qwen/Qwen3-8B", str(checkpoints / "causal")), names)
+    program = text.replace("Qwen/Qwen3-8B", str(checkpoints / "causal"))
+    with pytest.raises(
+        TrainerError, match="max_completion_length is 131,072, but 1 ranks of 17,408"
+    ):
+        exec(program, names)
+    exec(program.replace("tokens_per_rank=17_408", "tokens_per_rank=8 * 17_408"), names)
     trainer = names["trainer"]
     assert trainer.state.global_step == 1 and trainer.dynamic.plans
     assert trainer.vllm_mode == "colocate" and trainer.vllm_generation.read

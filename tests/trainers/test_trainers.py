@@ -1380,7 +1380,7 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: P
     streamed = trainer(tmp_path)
     dynamic_context_parallel(streamed, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
     with pytest.raises(
-        TrainerError, match=r"has 90 tokens.*shorten the documents, as SFTConfig's max_length does"
+        TrainerError, match=r"has 90 tokens.*shorten the documents, as max_length does"
     ):
         streamed.train()
 
