@@ -203,6 +203,7 @@ def replayer(folder: Path, replaying: bool = True, **budget: Any) -> Any:
             output_dir=str(folder),
             num_generations=2,
             per_device_train_batch_size=2,
+            max_completion_length=16,
             report_to=[],
             use_cpu=True,
             bf16=False,

@@ -147,6 +147,8 @@ def test_the_agent_runs_as_it_is_printed(
         small = {
             "bf16": False,
             "use_cpu": True,
+            "fsdp": None,  # of one process
+            "fsdp_config": None,
             "max_steps": 1,
             "report_to": [],
             "save_strategy": "no",
