@@ -28,6 +28,8 @@ DISTRIBUTIONS = {
     "verl": "verl",
 }
 """Packages that the files import, and that may be absent → what pip installs."""
+MARK = "PUT YOURS HERE"
+"""Where a user's code goes in the files."""
 ROOM = "longctx.check"
 """Name of this package in the files, where longctx is installed."""
 PROGRAM = "longctx check-step"
@@ -42,11 +44,16 @@ def text_of(name: str, program: str) -> str:
 
 
 def give(name: str, program: str, path: Path | None) -> None:
-    """Prints a template, or writes it to a file. Raises UsageError as `write`."""
+    """Prints a template, or writes it to a file and says what comes next. Raises UsageError as
+    `write`."""
     if path is None:
         print(text_of(name, program), end="")
-    else:
-        write(name, program=program, path=path)
+        return
+    write(name, program=program, path=path)
+    option = "--processes 2"
+    if name == "data":
+        option = "--data"
+    print(f"{path}: replace what {MARK} marks, then run {program} {path} {option}")
 
 
 def write(name: str, program: str, path: Path) -> None:

@@ -1123,6 +1123,9 @@ def test_the_template_prints_what_the_page_shows(
 ) -> None:
     file = str(tmp_path / "check.py")
     assert main(["check-step", "--template", "data", "-o", file]) == 0
+    assert capsys.readouterr().out == (
+        f"{file}: replace what PUT YOURS HERE marks, then run longctx check-step {file} --data\n"
+    )
     assert main(["check-step", file]) == 2
     assert "has no function make(probe): --data checks data()" in capsys.readouterr().err
     assert main(["check-step", file, "--data"]) == 0

@@ -80,6 +80,8 @@ def test_templates_on_two_processes(
 ) -> None:
     file = str(tmp_path / "check.py")
     assert main(["check-step", "--template", name, "-o", file]) == 0
+    next_one = f"longctx check-step {file} --processes 2"
+    assert capfd.readouterr().out.endswith(f"marks, then run {next_one}\n")
     assert main(["check-step", file, "--processes", "2"]) == 0
     assert capfd.readouterr().out.splitlines() == [f"{probe.name}: right" for probe in PROBES]
 
