@@ -57,8 +57,7 @@ SHEETS = {
 }
 """An L40S and an RTX 4090 are taken to reach the shares of Hopper, which is a guess."""
 LAUNCH_S = 0.05
-"""Seconds of a micro-batch of 32 layers beside its tokens, a guess: prime-rl's runs ask for four
-times as much, llm-foundry's for nothing."""
+"""Seconds of a micro-batch of 32 layers beside its tokens, a guess."""
 BLACKWELL_PRODUCTS, BLACKWELL_ATTENTION = 1.67, 1.9
 """Rates of a B200, relative to an H200, in training an 8B: everything but attention, and attention
 (FlashAttention 4 against 3), by the decomposition of ml-engineering at 744d01e."""
@@ -98,9 +97,8 @@ SHIPPED = Constants(
     memory=0.75,
     float8=0.5,
 )
-"""The constants of the shipped profiles: the fitted ones, rounded, unless the mean error is the same
-to a thousandth with what was shipped before and all constants stay within what leaving out one
-source moves them (`main` prints both): products of Hopper stay at 0.55."""
+"""The fitted constants, rounded, of the shipped profiles. `main` prints how far leaving out one
+source moves each."""
 BOUNDS = {
     "products_hopper": (0.4, 0.803),
     "products_ampere": (0.4, 0.869),
