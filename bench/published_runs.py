@@ -506,7 +506,8 @@ def peak_bytes(run: Run) -> int:
 
     With `whole_logits` the loss keeps all logits and their gradients, with 12 bytes or as many as
     are given; with `bf16_states` weights, gradients and moments have two bytes instead of four;
-    with `float32_frozen` frozen weights have four. With `gathered_kv` attention holds K and V of all
+    with `float32_frozen` frozen weights have four; with `whole_weights` all weights of a rank are
+    there in two bytes, as Megatron's distributed optimizer keeps them. With `gathered_kv` attention holds K and V of all
     ranks, and gradients of one rank's at a time, as PyTorch's ring does by default.
     """
     config, vocabulary = settings(run)
@@ -520,6 +521,9 @@ def peak_bytes(run: Run) -> int:
         shards = config.parallel.shard_ranks or config.domain(run.gpus)
         frozen = 2 * (spec.parameters - spec.trained_parameters) // shards
     gathered = _gathered_kv_bytes(run, spec) if "gathered_kv" in run.other else 0
+    whole = 0
+    if "whole_weights" in run.other and "lora" not in run.other:
+        whole = 2 * spec.parameters // (run.tp * run.pp)
     found = []
     loads = list(full_loads(config, run.gpus))
     for moment in _moments(spec, config, run.gpus, loads, True):
@@ -527,6 +531,7 @@ def peak_bytes(run: Run) -> int:
         halved = "bf16_states" in run.other and "lora" not in run.other
         saved = states // 2 if halved else 0
         more = logits if moment.moment == "loss" else 0
+        more += max(0, whole - moment.gathered_weights)
         if moment.remote_kv:
             more += gathered
         found.append(moment.total - moment.device - saved + frozen + more)
