@@ -80,6 +80,9 @@ def test_experts_move_the_rows_of_the_tokens_that_they_get() -> None:
     moved = traffic(replace(ONE, layers=(sparse,)))
     assert moved.products == 2 * 3 * (SIDES + 3 * (HIDDEN + INNER))
     assert moved.elementwise - traffic().elementwise == 2 * 3 * (3 * INNER + 4 * 2 * HIDDEN)
+    own = tuple(replace(matrix, role="own") for matrix in experts)
+    stacked = replace(sparse, matrices=(*LAYER.matrices[:4], *own))
+    assert traffic(replace(ONE, layers=(stacked,))) == moved, "as transformers' experts are"
 
 
 def test_tensor_parallel_ranks_share_all_but_the_residual_stream() -> None:
