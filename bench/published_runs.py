@@ -4,16 +4,22 @@
 what was assumed. Sources:
 
 - TRL, pull request 6845; torchtune, README.md at 0031bfb; ms-swift, examples/ and its quick start
-- torchtitan, benchmarks/ at 31a17bf and 1af2937
+- torchtitan, benchmarks/ at 31a17bf and 1af2937; its attention is FlashAttention 2
+  (models/attention.py there), its float8 torchao's (`casts`)
 - llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48: every row in bf16 on H100s and A100s
   of 80 GB, from 1B and from 2,048 tokens
-- NeMo AutoModel, docs/performance-summary.mdx (softmax attention); Megatron Bridge,
+- NeMo AutoModel, docs/performance-summary.mdx (softmax attention) and examples/llm_benchmark/ at
+  36044ad: DeepEP sends a row once to each GPU with experts of it, one or two by their balanced gate
+  (`expert_ranks`); adapters by `use_triton` (`triton_lora`); Megatron Bridge,
   docs/performance-summary-archive.md (25.11, H100s, without Qwen3 in float8); NeMo 24.07,
   docs/source/performance/ at 070a0bb and 0aa2671. Both compute tensor-parallel products while
   their messages travel (`tp_overlap`; "Communication Overlap" in their guides)
 - prime-rl, benchmarks/baselines/ at 559b447: Qwen3 on H100s and H200s, every run that succeeded;
-  its head is src/prime_rl/trainer/models/layers/lm_head.py at a127150
-- ml-engineering, insights/when-to-upgrade-gpus/README.md at 744d01e: DeepSpeed on H200s and B200s
+  its head, loss and experts are src/prime_rl/trainer/models/layers/lm_head.py, utils.py and
+  layers/moe.py at a127150
+- ml-engineering, insights/when-to-upgrade-gpus/README.md at 744d01e: DeepSpeed on H200s and B200s.
+  FlashAttention 3, as prime-rl's, takes 0.92 of cuDNN's time (its paper, figures 5 and 6: heads of
+  128, 16k tokens, 648 against 595 TFLOP/s forward, 561 against 516 backward)
 - InternEvo, doc/en/train_performance.md at c628a8c: 7B on A100s, with optimizer states sharded in a
   node
 - XTuner, docs/zh_cn/legacy/acceleration/benchmark.rst at b934f46: DeepSpeed on A100s
@@ -25,7 +31,7 @@ the runs of a source that was kept hidden: fms-fsdp, README.md at 5a296af.
 import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,7 +47,7 @@ from longctx.planning.cost.model import score
 from longctx.planning.cost.published_errors import kind_of
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import Matrix, ModelSpec
-from longctx.planning.cost.traffic import Traffic
+from longctx.planning.cost.traffic import BACKWARD, ROUTING, Traffic, adapter_values, float8_casts
 from longctx.planning.cost.work import RankWork
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
@@ -243,6 +249,23 @@ adds it: parts of `Traffic`, the loss of a stack, gathers and reductions, update
 LOG_PROBABILITIES = 120
 """Bytes per logit that prime-rl's head moves beside: in float32, one operation at a time, forward
 56 and backward 64."""
+READ_S = 15e-6
+"""Seconds in which the CPU has a kernel compare one value and waits for the answer, a guess: 5 to
+launch it, 10 to copy the result. prime-rl's RL step does so for every token, to find where
+documents begin: get_response_lengths, src/prime_rl/trainer/utils.py at a127150."""
+ROWS = {
+    "titan": (21.0, 34.0),
+    "deepep": (2.25, 4.5),
+}
+"""Passes over the rows of experts forward and backward, by what `rows` says of a run, in place of
+`traffic.ROUTING`. titan: prime-rl's MoE and torchtitan's expert_parallel, one operation at a time:
+rows are gathered (2), padded (2), permuted (2), put back (2), weighed in float32 (10) and added to
+the residual stream (3); backward 3, 0, 4, 4 and 3 for the slice, 18, 2. deepep: rows are written
+from those that arrive, once for eight, and summed by weight."""
+TRITON_ADAPTERS = (4, 2), (1, 6)
+"""Passes over outputs and over inputs that LoRA adds, forward and backward, with the Triton kernels
+of NeMo AutoModel (components/_peft/lora_kernel.py at 36044ad): one computes both products and
+scales; two read the gradient of outputs, and inputs, and write the gradient of inputs."""
 HOST_BYTES = 34
 """Bytes of host memory per parameter of an update on CPUs: 28 of AdamW in float32, and gradients
 and weights in bfloat16, sent and received."""
@@ -255,6 +278,15 @@ WHOLE_LOGITS = 20
 them, 6 for the cast of gradients, 4 to write them."""
 
 
+class LossWork(NamedTuple):
+    """What a stack's own loss adds per token: parameters computed, bytes moved, and seconds of the
+    CPU that nothing hides."""
+
+    computed: float = 0.0
+    moved: float = 0.0
+    host_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Case:
     """A published run, with what does not depend on the constants of a profile.
@@ -262,7 +294,7 @@ class Case:
     Attributes:
         described: what the profile of its GPU is for.
         work: work of a rank.
-        loss_work: what the stack's own loss adds: parameters computed, and bytes.
+        loss_work: what the stack's own loss adds.
         lengths, assignment: documents of a step and their places.
         measured_s: seconds of a step, as published.
         host_s: seconds of an update on CPUs, where the stack has its optimizer there.
@@ -273,7 +305,7 @@ class Case:
     spec: ModelSpec
     described: Described
     work: RankWork
-    loss_work: tuple[float, float]
+    loss_work: LossWork
     states: ShardedStates
     lengths: Integers
     assignment: Assignment
@@ -301,6 +333,9 @@ class Case:
         if "updates" not in causes:
             states = replace(states, trained=0.0)
         scaled = with_fixed_costs(scaled, self.work, states, run.tokens_per_rank)
+        if "loss" in causes:
+            waited_s = self.loss_work.host_s * run.tokens_per_rank
+            scaled = replace(scaled, launch_s=scaled.launch_s + waited_s)
         ranks = self.config.domain(run.gpus)
         if "updates" in causes:
             scaled = replace(scaled, step_s=scaled.step_s + self.host_s)
@@ -326,9 +361,8 @@ class Case:
         traffic = _only(self.work.traffic, causes)
         computed = self.work.computed
         if "loss" in causes:
-            more_computed, more_bytes = self.loss_work
-            computed += more_computed
-            traffic = traffic._replace(head=traffic.head + more_bytes)
+            computed += self.loss_work.computed
+            traffic = traffic._replace(head=traffic.head + self.loss_work.moved)
         return replace(self.work, computed=float8 * computed, traffic=traffic)
 
 
@@ -354,14 +388,14 @@ def _case(run: Run, config: Config, vocabulary: int) -> Case:
     assert described is not None
     spec = config.model_source(vocabulary).spec
     spec = replace(spec, vocab_size=vocabulary)
+    spec = _with_expert_roles(spec)
     if "expert_adapters" in run.other:
         spec = _with_expert_adapters(spec, int(run.other["lora"]))
     work = work_of_run(config, spec, run.gpus, "cuda")
     if "fused" in run.other:
         compiled = config.changed({"train.compile": True})
         work = work_of_run(compiled, spec, run.gpus, "cuda")
-    if "tp_overlap" in run.other:
-        work = replace(work, tensor_bytes=0.0)
+    work = _of_stack(run, spec, work)
     states = states_of_run(config, spec, run.gpus, work)
     whole = "whole_weights" in run.other
     gathers = 0 if whole else states.gathers
@@ -389,15 +423,54 @@ def _case(run: Run, config: Config, vocabulary: int) -> Case:
     )
 
 
-def _loss_work(run: Run, spec: ModelSpec, *, tensor: int) -> tuple[float, float]:
-    """Returns the parameters and the bytes per token that the stack's own loss computes and moves
-    beside ours: prime-rl's backward multiplies by the head again."""
+def _of_stack(run: Run, spec: ModelSpec, work: RankWork) -> RankWork:
+    """Returns the work of a rank as the stack of a run does it: messages that it hides, or sends
+    once per rank and not per expert; kernels of its adapters; casts to float8."""
+    traffic = work.traffic
+    if "tp_overlap" in run.other:
+        work = replace(work, tensor_bytes=0.0)
+    if "expert_ranks" in run.other:
+        sent = int(run.other["expert_ranks"]) / spec.largest_layer.experts_per_token
+        work = replace(work, expert_bytes=sent * work.expert_bytes)
+    if "rows" in run.other:
+        forward, backward = ROWS[run.other["rows"]]
+        forwards = 1 + (run.recompute != "none")
+        passes = forward * forwards + backward - ROUTING * (forwards + BACKWARD)
+        values = sum(layer.experts_per_token * layer.hidden_size for layer in spec.layers)
+        moved = 2 * passes * values / work.tensor
+        traffic = traffic._replace(elementwise=traffic.elementwise + moved)
+    if "triton_lora" in run.other:
+        moved = adapter_values(spec.layers, TRITON_ADAPTERS, repeated=run.recompute == "full")
+        traffic = traffic._replace(adapters=2 * moved / work.tensor)
+    if "casts" in run.other:
+        casts = float8_casts(spec.layers, run.recompute, tensor=work.tensor)
+        traffic = traffic._replace(products=traffic.products + casts)
+    return replace(work, traffic=traffic)
+
+
+def _loss_work(run: Run, spec: ModelSpec, *, tensor: int) -> LossWork:
+    """Returns what the stack's own loss adds to ours: prime-rl's backward multiplies by the head
+    again."""
     assert spec.vocab_size is not None
+    logits = spec.vocab_size / tensor
     if "log_probabilities" in run.other:
-        return spec.vocabulary_parameters / 3 / tensor, LOG_PROBABILITIES * spec.vocab_size / tensor
+        again = spec.vocabulary_parameters / 3 / tensor
+        return LossWork(again, LOG_PROBABILITIES * logits, host_s=READ_S)
     if "whole_logits" in run.other:
-        return 0.0, WHOLE_LOGITS * spec.vocab_size / tensor
-    return 0.0, 0.0
+        return LossWork(moved=WHOLE_LOGITS * logits)
+    return LossWork()
+
+
+def _with_expert_roles(spec: ModelSpec) -> ModelSpec:
+    """Returns a model whose stacked matrices are experts, also where transformers runs it."""
+    layers = []
+    for layer in spec.layers:
+        matrices = tuple(
+            replace(matrix, role="expert") if matrix.count > 1 else matrix
+            for matrix in layer.matrices
+        )
+        layers.append(replace(layer, matrices=matrices))
+    return replace(spec, layers=tuple(layers))
 
 
 def _with_expert_adapters(spec: ModelSpec, rank: int) -> ModelSpec:
@@ -433,7 +506,8 @@ def peak_bytes(run: Run) -> int:
 
     With `whole_logits` the loss keeps all logits and their gradients, with 12 bytes or as many as
     are given; with `bf16_states` weights, gradients and moments have two bytes instead of four;
-    with `float32_frozen` frozen weights have four. With `gathered_kv` attention holds K and V of all
+    with `float32_frozen` frozen weights have four; with `whole_weights` all weights of a rank are
+    there in two bytes, as Megatron's distributed optimizer keeps them. With `gathered_kv` attention holds K and V of all
     ranks, and gradients of one rank's at a time, as PyTorch's ring does by default.
     """
     config, vocabulary = settings(run)
@@ -447,6 +521,9 @@ def peak_bytes(run: Run) -> int:
         shards = config.parallel.shard_ranks or config.domain(run.gpus)
         frozen = 2 * (spec.parameters - spec.trained_parameters) // shards
     gathered = _gathered_kv_bytes(run, spec) if "gathered_kv" in run.other else 0
+    whole = 0
+    if "whole_weights" in run.other and "lora" not in run.other:
+        whole = 2 * spec.parameters // (run.tp * run.pp)
     found = []
     loads = list(full_loads(config, run.gpus))
     for moment in _moments(spec, config, run.gpus, loads, True):
@@ -454,6 +531,7 @@ def peak_bytes(run: Run) -> int:
         halved = "bf16_states" in run.other and "lora" not in run.other
         saved = states // 2 if halved else 0
         more = logits if moment.moment == "loss" else 0
+        more += max(0, whole - moment.gathered_weights)
         if moment.remote_kv:
             more += gathered
         found.append(moment.total - moment.device - saved + frozen + more)

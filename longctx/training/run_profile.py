@@ -92,7 +92,7 @@ def scaled_profile(
     if config.train.float8 is not None:
         lines.append(
             f"products in float8 are taken to take {FLOAT8_TIME:.0%} of the time of "
-            f"{config.dtype}, and to move as many bytes"
+            f"{config.dtype}; what they multiply is cast by the rate of memory"
         )
     optimizer = config.optimizer.name
     operations, numbers = OPTIMIZERS[optimizer].step_work(spec, ranks)
@@ -129,6 +129,7 @@ def work_of_run(config: Config, spec: ModelSpec, ranks: int, device: str) -> Ran
         expert=config.parallel.expert_parallel_size,
         fused=fused.run_in(getattr(torch, config.dtype), device),
         compiled=config.compiles(device, spec),
+        float8=config.train.float8 is not None,
     )
 
 
@@ -146,7 +147,7 @@ def states_of_run(config: Config, spec: ModelSpec, ranks: int, work: RankWork) -
 
 
 def in_float8(work: RankWork) -> RankWork:
-    """Returns work whose products take `FLOAT8_TIME` of their time, and move as many bytes."""
+    """Returns work whose products take `FLOAT8_TIME` of their time."""
     return replace(work, computed=FLOAT8_TIME * work.computed)
 
 

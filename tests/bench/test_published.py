@@ -23,10 +23,10 @@ from bench.published_fit import (
     profile_of,
     unseen_errors,
 )
-from bench.published_runs import Case, Run, cases, peak_bytes, runs
+from bench.published_runs import READ_S, Case, Run, cases, peak_bytes, runs
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.training.described import read_described
-from longctx.training.run_profile import FLOAT8_TIME
+from longctx.training.run_profile import FLOAT8_TIME, work_of_run
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,15 @@ def test_gathered_keys_and_values_explain_the_memory_of_trl() -> None:
         assert peak_bytes(each) == pytest.approx(each.memory * 1e9, rel=0.34), each.what
 
 
+def test_whole_weights_stay_in_memory() -> None:
+    """14B on eight GPUs, tensor-parallel over four: 7.4 GB of weights, of which 0.9 were gathered."""
+    run = one("ms-swift", "qwen2.5-14b", tp=4)
+    assert "whole_weights" in run.other
+    sharded = {name: value for name, value in run.other.items() if name != "whole_weights"}
+    more = peak_bytes(run) - peak_bytes(replace(run, other=sharded))
+    assert more == pytest.approx(6.5e9, rel=0.02)
+
+
 @pytest.mark.parametrize("gpu", SHEETS)
 def test_shipped_profiles_have_the_fitted_shares_of_data_sheets(gpu: str) -> None:
     profile, described = read_described(gpu)
@@ -103,6 +112,37 @@ def test_each_cause_makes_a_narrow_model_slower(given: list[Case]) -> None:
     predicted = [predicted_s(case, SHIPPED, CAUSES[:count]) for count in range(len(CAUSES) + 1)]
     assert all(later > earlier for earlier, later in itertools.pairwise(predicted))
     assert predicted[0] < 0.5 * case.measured_s < predicted[-1] < case.measured_s
+
+
+def test_a_stack_is_taken_by_its_own_code(given: list[Case]) -> None:
+    """prime-rl reads every token's position on the CPU; NeMo AutoModel sends a row once to a GPU,
+    and its kernels move less of adapters; torchtitan casts to float8."""
+    reads = next(case for case in given if "log_probabilities" in case.run.other)
+    alone = replace(reads, loss_work=reads.loss_work._replace(host_s=0.0))
+    micro_batches = reads.run.documents / reads.run.at_once / reads.run.gpus
+    more = predicted_s(reads, SHIPPED) - predicted_s(alone, SHIPPED)
+    assert more == pytest.approx(micro_batches * reads.run.tokens_per_rank * READ_S, rel=1e-6)
+
+    experts = next(case for case in given if "expert_ranks" in case.run.other)
+    ours = work_of_run(experts.config, experts.spec, experts.run.gpus, "cuda")
+    assert experts.work.expert_bytes == ours.expert_bytes / 8
+
+    rows = next(case for case in given if case.run.other.get("rows") == "titan")
+    ours = work_of_run(rows.config, rows.spec, rows.run.gpus, "cuda")
+    moved = rows.work.traffic.elementwise - ours.traffic.elementwise
+    assert moved == 2 * 48 * 8 * 2048 * (2 * 21 + 34 - 4 * 4)
+
+    outputs, inputs = 43008 * 32, 38912 * 32  # of the matrices of an 8B
+    lora = next(case for case in given if "triton_lora" in case.run.other)
+    ours = work_of_run(lora.config, lora.spec, lora.run.gpus, "cuda")
+    assert ours.traffic.adapters == 2 * (10 * outputs + 6 * inputs)
+    assert lora.work.traffic.adapters == 2 * (6 * outputs + 7 * inputs)
+
+    float8 = next(case for case in given if "casts" in case.run.other)
+    ours = work_of_run(float8.config, float8.spec, float8.run.gpus, "cuda")
+    casts = float8.work.traffic.products - ours.traffic.products
+    assert casts > 10 * inputs + 5 * outputs
+    assert casts < 10 * inputs + 5 * outputs + 4 * inputs
 
 
 def test_a_source_sets_no_constant_by_which_it_is_predicted(

@@ -48,6 +48,22 @@ def test_frozen_weights_have_no_gradient_and_adapters_move_rows() -> None:
     assert traffic().adapters == 0
 
 
+def test_products_in_float8_cast_inputs_and_gradients_of_outputs() -> None:
+    """Forward an input is read twice and written as a byte, which the product then reads instead of
+    two; backward that is done anew, for gradients of outputs too, which two products read, and both
+    are copied to the other layout."""
+    inputs = 3 * HIDDEN + QUERIES + 2 * HIDDEN + INNER
+    outputs = SIDES - inputs
+    casts = 4 * inputs + 6 * inputs + 5 * outputs
+    assert traffic(float8=True).products == traffic().products + casts
+    everything = LAYER.matrix_parameters
+    again = (everything - HIDDEN * INNER) / everything
+    repeated = traffic(float8=True, recompute="full").products - traffic(recompute="full").products
+    assert repeated == pytest.approx(casts + again * 4 * inputs)
+    shared = traffic(float8=True, tensor=2).products - traffic(tensor=2).products
+    assert shared == pytest.approx(casts / 2)
+
+
 def test_elementwise_work_is_repeated_and_more_where_nothing_is_compiled() -> None:
     fused = 8 * HIDDEN + 2 * (QUERIES + KEYS) + 3 * INNER
     assert traffic().elementwise == 2 * 3 * fused
@@ -64,6 +80,9 @@ def test_experts_move_the_rows_of_the_tokens_that_they_get() -> None:
     moved = traffic(replace(ONE, layers=(sparse,)))
     assert moved.products == 2 * 3 * (SIDES + 3 * (HIDDEN + INNER))
     assert moved.elementwise - traffic().elementwise == 2 * 3 * (3 * INNER + 4 * 2 * HIDDEN)
+    own = tuple(replace(matrix, role="own") for matrix in experts)
+    stacked = replace(sparse, matrices=(*LAYER.matrices[:4], *own))
+    assert traffic(replace(ONE, layers=(stacked,))) == moved, "as transformers' experts are"
 
 
 def test_tensor_parallel_ranks_share_all_but_the_residual_stream() -> None:

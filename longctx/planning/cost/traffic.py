@@ -18,13 +18,18 @@ BACKWARD = 2
 HEAD = 7
 """Passes over the logits in the loss: they are written, read for their maximum and their sum, read
 and overwritten by their gradient, which two products read."""
-ADAPTER_OUTPUTS = (6, 4)
-"""Passes over a matrix's outputs that LoRA adds, in forward and in backward: the second product
-writes them, scaling reads and writes them, and adding reads both and writes the sum; their gradient
-is read, scaled (read and written), and read by a product."""
-ADAPTER_INPUTS = (1, 5)
-"""The same, of its inputs: the first product reads them; the product for their gradient writes it,
-adding it reads two and writes one, and the gradient of the first matrix reads them."""
+ADAPTERS = (6, 4), (1, 5)
+"""Passes over a matrix's outputs, and over its inputs, that LoRA adds, in forward and in backward.
+
+Outputs: the second product writes them, scaling reads and writes them, and adding reads both and
+writes the sum; their gradient is read, scaled (read and written), and read by a product. Inputs:
+the first product reads them; the product for their gradient writes it, adding it reads two and
+writes one, and the gradient of the first matrix reads them."""
+CASTS = (4, 6, 5)
+"""Bytes per value that products in float8 move more than those in 16 bits, for inputs in forward
+and in backward, and for the gradients of outputs, as torchao counts: a value is read for the
+largest, read again and written in a byte; in backward also copied to the other layout; products
+then read one byte less."""
 
 
 class _Passes(NamedTuple):
@@ -50,7 +55,7 @@ class Traffic(NamedTuple):
     """Bytes per token, forward and backward.
 
     Attributes:
-        products: operands of matrix products.
+        products: operands of matrix products, and their casts to float8.
         elementwise: norms, RoPE, activations, residual additions, and rows on the way to experts.
         head: the logits of the loss.
         adapters: what LoRA's products read and write beside.
@@ -83,23 +88,28 @@ def traffic_of(
     recompute: str,
     tensor: int,
     compiled: bool,
+    float8: bool,
 ) -> Traffic:
     """Returns the traffic of blocks and, with `has_head`, of the loss, on one of `tensor`
     tensor-parallel ranks.
 
     `element_bytes`: bytes of a value; the others are those of `work_of`.
     """
-    products = elementwise = adapters = 0.0
+    products = elementwise = 0.0
     for layer in layers:
         products += _operands(layer, tensor) * _passes(layer, recompute, frozen=spec.adapted)
         forwards = 1 + (recompute != "none")
         elementwise += _elementwise(layer, compiled=compiled) * (forwards + BACKWARD) / tensor
-        adapters += _adapter_values(layer, repeated=recompute == "full") / tensor
+    adapters = adapter_values(layers, ADAPTERS, repeated=recompute == "full") / tensor
     logits = 0.0
     if has_head:
         logits = HEAD * (spec.vocab_size or 0) / tensor
     values = Traffic(products, elementwise, logits, adapters)
-    return values.over(1 / element_bytes)
+    traffic = values.over(1 / element_bytes)
+    if float8:
+        casts = float8_casts(layers, recompute, tensor=tensor)
+        traffic = traffic._replace(products=traffic.products + casts)
+    return traffic
 
 
 def _operands(layer: LayerSpec, tensor: int) -> float:
@@ -135,15 +145,42 @@ def _elementwise(layer: LayerSpec, *, compiled: bool) -> float:
         passes.stream * layer.hidden_size
         + passes.rotation * rotated
         + passes.activation * layer.intermediate_size
-        + ROUTING * layer.experts_per_token * layer.hidden_size
+        + ROUTING * _routed(layer) * layer.hidden_size
     )
 
 
-def _adapter_values(layer: LayerSpec, *, repeated: bool) -> float:
-    """Returns the values that LoRA's products read and write, forward and backward."""
+def _routed(layer: LayerSpec) -> int:
+    """Returns the number of rows that a token has in experts, of whichever role."""
+    return max((matrix.used for matrix in layer.model_matrices if matrix.count > 1), default=0)
+
+
+def adapter_values(
+    layers: Sequence[LayerSpec],
+    passes: tuple[tuple[int, int], tuple[int, int]],
+    *,
+    repeated: bool,
+) -> float:
+    """Returns the values that LoRA's products read and write, forward and backward; `passes` are as
+    `ADAPTERS`, and `repeated` says whether backward recomputes them."""
+    of_outputs, of_inputs = passes
     forwards = 1 + repeated
-    outputs = ADAPTER_OUTPUTS[0] * forwards + ADAPTER_OUTPUTS[1]
-    inputs = ADAPTER_INPUTS[0] * forwards + ADAPTER_INPUTS[1]
-    written = sum(matrix.used * matrix.rows for matrix in layer.of("adapter"))
-    read = sum(matrix.used * matrix.columns for matrix in layer.of("lora_a"))
-    return outputs * written + inputs * read
+    outputs = of_outputs[0] * forwards + of_outputs[1]
+    inputs = of_inputs[0] * forwards + of_inputs[1]
+    values = 0.0
+    for layer in layers:
+        values += outputs * sum(matrix.used * matrix.rows for matrix in layer.of("adapter"))
+        values += inputs * sum(matrix.used * matrix.columns for matrix in layer.of("lora_a"))
+    return values
+
+
+def float8_casts(layers: Sequence[LayerSpec], recompute: str, *, tensor: int) -> float:
+    """Returns the bytes per token that products in float8 move more than those in 16 bits, on one
+    of `tensor` tensor-parallel ranks."""
+    forward, backward, gradients = CASTS
+    moved = 0.0
+    for layer in layers:
+        forwards = _passes(layer, recompute, frozen=True) - 1
+        inputs = sum(matrix.used * matrix.columns for matrix in layer.model_matrices)
+        outputs = sum(matrix.used * matrix.rows for matrix in layer.model_matrices)
+        moved += (forward * forwards + backward) * inputs + gradients * outputs
+    return moved / tensor

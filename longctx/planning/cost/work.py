@@ -94,6 +94,7 @@ def work_of(
     expert: int = 1,
     fused: bool = False,
     compiled: bool = True,
+    float8: bool = False,
 ) -> RankWork:
     """Returns the work per token of the slowest pipeline rank.
 
@@ -102,8 +103,8 @@ def work_of(
     travel, also in recomputed forwards; the gradient of their input while those of K and V return;
     the gradient of their weights later, in compiled blocks. Windows count as full attention. With
     an encoder, a token is half one of a source and half one of a target, and attention is the
-    decoder's (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`. Raises
-    ProfileError if tp does not divide KV heads.
+    decoder's (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`; with `float8`,
+    products of blocks cast what they multiply. Raises ProfileError if tp does not divide KV heads.
     """
     _check_kv_heads(spec, tensor)
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
@@ -115,15 +116,16 @@ def work_of(
 
     experts = sum(layer.expert_parameters for layer in layers)
     expert_ranks = expert * tensor
-    queries = sum(layer.query_parameters for layer in layers)
+    queries = _query_parameters(layers)
 
     attending = [layer for layer in layers if layer.attends]
     decoder = attending[spec.encoder_layers :]
-    exchanging = attending + (decoder if spec.encoder_layers else [])  # cross-attention
-    kv_bytes = kv_bytes_per_token(_sent(exchanging, tensor), element_bytes, passes)
+    sent = _sent(attending, tensor)
+    if spec.encoder_layers:
+        sent += _sent(decoder, tensor)  # cross-attention
+    kv_bytes = kv_bytes_per_token(sent, element_bytes, passes)
     # Backward expands again; frozen weights have no gradient.
     expansions = 4 + again - spec.adapted
-    latents = sum(layer.latent.parameters for layer in attending)
 
     linear = [layer.scan for layer in layers if layer.scan is not None]
     linear_passes = 2 + (recompute != "none")
@@ -137,6 +139,7 @@ def work_of(
         recompute=recompute,
         tensor=tensor,
         compiled=compiled,
+        float8=float8,
     )
     return RankWork(
         layers=len(layers),
@@ -154,7 +157,7 @@ def work_of(
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
         state_bytes=_state_bytes(linear) * linear_passes,
         split=split / tensor,
-        received=latents * expansions / 3 / tensor,
+        received=_latent_parameters(attending) * expansions / 3 / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
         traffic=traffic.over(share),
     )
@@ -163,6 +166,16 @@ def work_of(
 def _parameters(layers: Sequence[LayerSpec]) -> int:
     """Returns the parameters of all matrices, also of experts that a token does not use."""
     return sum(layer.matrix_parameters + layer.idle_parameters for layer in layers)
+
+
+def _query_parameters(layers: Sequence[LayerSpec]) -> int:
+    """Returns the parameters that compute queries while K and V travel."""
+    return sum(layer.query_parameters for layer in layers)
+
+
+def _latent_parameters(layers: Sequence[LayerSpec]) -> int:
+    """Returns the parameters that compute K and V of latents."""
+    return sum(layer.latent.parameters for layer in layers)
 
 
 def _state_bytes(scans: Sequence[Scan]) -> int:
