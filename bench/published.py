@@ -388,8 +388,8 @@ def claim(rows: Sequence[Row]) -> str:
         named = ", ".join(f"{source} {off:.0%}" for source, off in medians.items())
         cells.append(f"{part}: {middle:.0%} ({named})")
     return (
-        "**Claim.** A source of published runs is predicted by constants that the others set. The "
-        "median error of its runs is, in the median of sources, "
+        "**Claim.** Each source of published runs is predicted with constants that were fitted to "
+        "the others. The median error of its runs is, in the median of sources, "
         f"for {'; for '.join(cells)}.\n"
     )
 

@@ -169,9 +169,11 @@ def here(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
         return take(experts(take(x, order // count, back), counts), back, order)
 
     turns = 1 if mlp.most_rows is None else max(1, -(-chosen.numel() // mlp.most_rows))
-    return torch.cat(
-        in_turns(turn, list(zip(x.tensor_split(turns), chosen.tensor_split(turns), strict=True)))
-    )
+    parts = zip(x.tensor_split(turns), chosen.tensor_split(turns), strict=True)
+    results = in_turns(turn, list(parts))
+    if len(results) == 1:
+        return results[0]
+    return torch.cat(results)
 
 
 def in_turns(
