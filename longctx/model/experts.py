@@ -166,11 +166,16 @@ def here(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
     def turn(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         order, counts = by_expert(chosen.flatten(), experts.count)
         back = inverse(order)
-        return take(experts(take(x, order // count, back), counts), back, order)
+        rows = take(x, order // count, back)
+        computed = experts(rows, counts)
+        return take(computed, back, order)
 
-    turns = 1 if mlp.most_rows is None else max(1, -(-chosen.numel() // mlp.most_rows))
-    parts = zip(x.tensor_split(turns), chosen.tensor_split(turns), strict=True)
-    results = in_turns(turn, list(parts))
+    turns = 1
+    if mlp.most_rows is not None:
+        turns = max(1, -(-chosen.numel() // mlp.most_rows))
+    tokens = x.tensor_split(turns)
+    choices = chosen.tensor_split(turns)
+    results = in_turns(turn, list(zip(tokens, choices, strict=True)))
     if len(results) == 1:
         return results[0]
     return torch.cat(results)

@@ -21,6 +21,7 @@ from longctx.hf.attention import (
     prepare,
 )
 from longctx.hf.spec import spec_of
+from longctx.planning.cost.published_errors import kind_of
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import (
@@ -104,6 +105,16 @@ def test_all_experts_of_a_token_are_the_width_of_its_mlp() -> None:
     model = build_model("deepseek_v3", "eager")
     dense, sparse = spec_of(model, model.get_decoder().layers).layers
     assert (dense.intermediate_size, sparse.intermediate_size) == (48, 2 * 16)
+
+
+def test_a_mixture_in_transformers_own_code_is_one() -> None:
+    """Its blocks are not compiled unless asked for, and errors of mixtures are stated."""
+    kinds = {}
+    for name in ("qwen3", "qwen3_moe"):
+        model = build_model(name, "sdpa")
+        spec = spec_of(model, model.model.layers)
+        kinds[name] = (spec.compiled_by_default, kind_of(spec, float8=False))
+    assert kinds == {"qwen3": (True, "of all weights"), "qwen3_moe": (False, "with experts")}
 
 
 def test_a_model_that_keeps_its_attention_is_left_as_it_was(

@@ -175,6 +175,12 @@ class LayerSpec:
         return max((matrix.count for matrix in self.of("expert")), default=0)
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether tokens use some of several experts, of this decoder or in transformers' own
+        code, whose stacked experts have no role."""
+        return self.experts > 0 or self.idle_parameters > 0
+
+    @property
     def experts_per_token(self) -> int:
         return max((matrix.used for matrix in self.of("expert")), default=0)
 
@@ -304,7 +310,7 @@ class ModelSpec:
         attention and selected keys are not."""
         if self.selects_keys:
             return False
-        return not any(layer.experts or layer.scan for layer in self.layers)
+        return not any(layer.is_mixture or layer.scan for layer in self.layers)
 
     @property
     def sends_latents(self) -> bool:
