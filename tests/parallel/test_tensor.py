@@ -15,7 +15,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
+from longctx.attention.products import KEPT
 from longctx.model.decoder import Decoder
+from longctx.parallel.expert import sparse_layers
 from longctx.parallel.mesh import make_groups
 from longctx.parallel.sharding import local_part
 from longctx.parallel.tensor import ENDS
@@ -238,6 +240,8 @@ def gradients_of_recomputation(store: Path, run: Path, settings: list[str], mode
         trainer = start(store, run / each, [*settings, f"train.recompute={each}"])
         with trainer.loader, no_modes:
             trainer.runner.forward_backward(next(trainer.loader))
+        for layer in sparse_layers(trainer.model):
+            assert (layer.experts.products is KEPT) == (each in ("norms", "mlp"))
         named = trainer.model.named_parameters()
         found.append({name: local_part(weight.grad) for name, weight in named})
     wanted, gradients = found
