@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from longctx.attention import operator
 from longctx.attention.expansion import Compressed
 from longctx.attention.inputs import Queries, unmarked
-from longctx.attention.keeping import kept
+from longctx.attention.keeping import kept_attention
 
 
 def ring_attention(
@@ -131,7 +131,7 @@ class LocalAttention(torch.autograd.Function):
         return dq, dk, dv, operator.sink_gradient(sink_logits, dout, out, lse), None
 
 
-@kept
+@kept_attention
 @operator.watched("forward")
 def _local_attention(
     q: Tensor,

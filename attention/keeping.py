@@ -1,5 +1,5 @@
-"""Keeping: saves our operators' outputs in forward and replays them when the block is recomputed,
-so that neither attention nor its exchange runs twice.
+"""Keeping: saves outputs of our operators and of products in forward, and replays them when the
+block is recomputed, so that neither attention nor its exchange runs twice.
 
 Torch's own selective recomputation does so by a Python mode, which every operation of both passes
 goes through. That costs the host more than the block itself, so it is left to torch.compile, where
@@ -13,11 +13,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 _now = threading.local()
+
+KeptProducts = Literal["none", "around attention", "all"]
+"""Matrix products whose outputs are kept: those before attention and the first after it, or all."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +36,37 @@ class Place:
     get: Callable[[Any], Tensor]
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+class _OnDevice:
+    """A kept tensor, and how often it was changed in place before."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "an output that recomputation keeps was changed in place after it was computed, so "
+                "the block would be recomputed from other values: do not change it in place"
+            )
+        return self.tensor
 
 
-ON_DEVICE = Place(put=_same, get=_same)
+ON_DEVICE = Place(put=_OnDevice, get=_OnDevice.get)
 
 
 class _Keeping(AbstractContextManager[None]):
     """Keeps what operators return, or with `again` returns it in their place, in the same order."""
 
-    def __init__(self, outputs: deque[Any], place: Place, *, again: bool) -> None:
+    def __init__(
+        self, outputs: deque[Any], place: Place, products: KeptProducts, *, again: bool
+    ) -> None:
         self.outputs = outputs
         self.place = place
+        self.products = products
         self.again = again
+        self.since_attention: int | None = None
+        """Products since attention; None before it."""
 
     def __enter__(self) -> None:
         self.outer = getattr(_now, "keeping", None)
@@ -63,15 +83,24 @@ class _Keeping(AbstractContextManager[None]):
     def run(self, compute: Callable[[], Any]) -> Any:
         """Returns the outputs of an operator, which `compute` runs if they are not kept yet."""
         if not self.again:
-            out = compute()
+            with _Nothing():  # what it computes with is not computed again
+                out = compute()
             self.outputs.append(_each(self._kept, out))
             return out
         if not self.outputs:
             raise RuntimeError(
-                "a block with recomputation `selective` was recomputed twice, but what it keeps "
-                "is freed after the first time: call backward once, without retain_graph"
+                "a block that keeps outputs was recomputed twice, but what it keeps is "
+                "freed after the first time: call backward once, without retain_graph"
             )
         return _each(self.place.get, self.outputs.popleft())
+
+    def keeps_product(self) -> bool:
+        """Counts a product. Returns whether its output is kept."""
+        if self.since_attention is not None:
+            self.since_attention += 1
+        if self.products == "around attention":
+            return self.since_attention in (None, 1)
+        return self.products == "all"
 
     def _kept(self, tensor: Tensor) -> Any:
         """Returns what stands for the same values in another tensor, since autograd writes their
@@ -80,25 +109,60 @@ class _Keeping(AbstractContextManager[None]):
 
 
 def contexts(
-    place: Place = ON_DEVICE,
+    place: Place = ON_DEVICE, products: KeptProducts = "none"
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Returns the contexts of a block's forward and of its recomputation, for
     `torch.utils.checkpoint.checkpoint`."""
     outputs = deque[Any]()
-    return _Keeping(outputs, place, again=False), _Keeping(outputs, place, again=True)
+    forward = _Keeping(outputs, place, products, again=False)
+    return forward, _Keeping(outputs, place, products, again=True)
 
 
-def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets recomputation return what forward returned, instead of running the operator again."""
+def nothing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """As `contexts`, for parts of a block that are recomputed on their own: nothing in them is
+    kept."""
+    return _Nothing(), _Nothing()
+
+
+class _Nothing(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        self.outer = getattr(_now, "keeping", None)
+        _now.keeping = None
+
+    def __exit__(self, *error: object) -> None:
+        _now.keeping = self.outer
+
+
+def keeps_product() -> bool:
+    """Returns whether the output of the next matrix product is kept; call it once for each."""
+    now = getattr(_now, "keeping", None)
+    return now is not None and now.keeps_product()
+
+
+def run(compute: Callable[[], Tensor]) -> Tensor:
+    """Returns the output of a product that is kept, which `compute` runs in forward."""
+    out: Tensor = _now.keeping.run(compute)
+    return out
+
+
+def kept(operator: Callable[..., Any], *, is_attention: bool = False) -> Callable[..., Any]:
+    """Lets recomputation return what forward returned, instead of running the operator again.
+    Products are counted from attention."""
 
     @functools.wraps(operator)
     def keeping(*arguments: Any, **named: Any) -> Any:
         now = getattr(_now, "keeping", None)
         if now is None:
             return operator(*arguments, **named)
-        return now.run(functools.partial(operator, *arguments, **named))
+        out = now.run(functools.partial(operator, *arguments, **named))
+        if is_attention:
+            now.since_attention = 0
+        return out
 
     return keeping
+
+
+kept_attention = functools.partial(kept, is_attention=True)
 
 
 def _each(function: Callable[[Any], Any], out: Any) -> Any:

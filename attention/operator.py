@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from longctx.attention.expansion import Compressed, Expanding
 from longctx.attention.inputs import Queries
-from longctx.attention.keeping import kept
+from longctx.attention.keeping import kept, kept_attention
 from longctx.attention.merge import merge_
 from longctx.attention.ring_pass import Ring, RingPass, layer_name
 from longctx.attention.segment_builder import Call
@@ -207,7 +207,7 @@ def begin(
 
 
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
-@kept
+@kept_attention
 @watched("forward")
 def forward(
     q: Tensor,

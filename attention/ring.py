@@ -17,7 +17,7 @@ Single elements can lose more digits if partial results nearly cancel. The schem
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -156,9 +156,9 @@ class RingAttention(CheckedAttention):
                 "mask=Mask(causal=False)"
             )
         super().__init__(layout, group, device)
-        self.schedule = RingSchedule.build(layout, device, mask=mask, ranks_per_node=ranks_per_node)
+        self._on_host = RingSchedule.build(layout, mask=mask, ranks_per_node=ranks_per_node)
         # A plain truth value, so that torch.compile does not trace the schedule.
-        self.exchanges = bool(self.schedule.rounds)
+        self.exchanges = bool(self._on_host.rounds)
         self.exchange = exchange
         self.watch = watch
         self.group = group
@@ -178,6 +178,12 @@ class RingAttention(CheckedAttention):
         self.handle = operator.register(self)
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""
+
+    @cached_property
+    def schedule(self) -> RingSchedule:
+        """The schedule, with index tensors on the device: copied when a layer first needs them, in
+        its stream, though attention may be built long before and by another thread."""
+        return self._on_host.to(self.device)
 
     def choosing(self, choose: Choose) -> "RingAttention":
         """Returns attention with the same schedule and other kernels."""

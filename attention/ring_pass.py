@@ -29,7 +29,9 @@ def choose_by_name(name: str, request: KernelRequest, _: Call) -> Computes:
 class Ring(Protocol):
     """The attributes of `RingAttention` that its passes use."""
 
-    schedule: RingSchedule
+    @property
+    def schedule(self) -> RingSchedule: ...
+
     exchange: Callable[[dist.ProcessGroup | None, str], Exchange]
     watch: Callable[[str], AbstractContextManager[object]]
     group: dist.ProcessGroup | None

@@ -67,6 +67,9 @@ class Hop:
     def sent_rows(self) -> int:
         return sum(len(rows) for _, rows in self.sends)
 
+    def to(self, device: torch.device) -> "Hop":
+        return replace(self, sends=tuple((peer, rows.to(device)) for peer, rows in self.sends))
+
 
 @dataclass(frozen=True)
 class ExchangeRound:
@@ -80,6 +83,11 @@ class ExchangeRound:
     @cached_property
     def received_rows(self) -> int:
         return sum(hop.received_rows for hop in self.hops)
+
+    def to(self, device: torch.device) -> "ExchangeRound":
+        hops = tuple(hop.to(device) for hop in self.hops)
+        calls = tuple(call.to(device) for call in self.calls)
+        return replace(self, hops=hops, calls=calls)
 
 
 @dataclass(frozen=True)
@@ -115,11 +123,10 @@ class RingSchedule:
     def build(
         cls,
         layout: Layout | CrossLayout,
-        device: torch.device | str = "cpu",
         mask: Mask = CAUSAL,
         ranks_per_node: int | None = None,
     ) -> "RingSchedule":
-        """Builds the schedule of a layout. Index tensors are on `device`.
+        """Builds the schedule of a layout, with index tensors on the CPU.
 
         With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two
         levels.
@@ -142,10 +149,18 @@ class RingSchedule:
         count = max((document.rounds for document in documents), default=0)
         return cls(
             layout=layout,
-            local=local_calls(parts, device),
-            rounds=tuple(_round(documents, number, device) for number in range(count)),
+            local=local_calls(parts),
+            rounds=tuple(_round(documents, number) for number in range(count)),
             two_levels=bool(ranks_per_node),
         )
+
+    def to(self, device: torch.device) -> "RingSchedule":
+        """Returns the same schedule with index tensors on `device`."""
+        if device.type == "cpu":
+            return self
+        local = tuple(call.to(device) for call in self.local)
+        rounds = tuple(round_.to(device) for round_ in self.rounds)
+        return replace(self, local=local, rounds=rounds)
 
 
 def round_of(distance: int, degree: int, rounds: int) -> int:
@@ -406,9 +421,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def _round(
-    documents: Sequence[_HeldDocument], number: int, device: torch.device | str
-) -> ExchangeRound:
+def _round(documents: Sequence[_HeldDocument], number: int) -> ExchangeRound:
     """Builds the hops of a round and the calls on the received rows.
 
     Both ends of a message order its rows by document, source and position: if rank 0 sends
@@ -441,12 +454,12 @@ def _round(
                 else:  # a relay passes on rows from the first hop
                     held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
                     sends[message.peer] += held.part(start, stop)
-        outgoing = tuple((peer, RowSet.of(ranges, device)) for peer, ranges in sends.items())
+        outgoing = tuple((peer, RowSet.of(ranges, "cpu")) for peer, ranges in sends.items())
         hops.append(Hop(sends=outgoing, receives=tuple(receives.items())))
     documents_here = []
     received = []
     for document, runs in zip(documents, keys, strict=True):
         documents_here.append((document.own_queries, runs, document.areas))
         received += [(document.keys.document, run) for run in runs]
-    calls = gathered_calls(documents_here, device)
+    calls = gathered_calls(documents_here)
     return ExchangeRound(tuple(hops), calls=calls, keys=tuple(received))

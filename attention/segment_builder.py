@@ -12,7 +12,7 @@ import operator
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -65,6 +65,12 @@ class RowSet:
     def __len__(self) -> int:
         return self.count
 
+    def to(self, device: torch.device) -> "RowSet":
+        """Returns the same rows with index tensors on `device`."""
+        if isinstance(self.index, slice):
+            return self
+        return RowSet(copy_to(self.index, device), self.count)
+
     def read(self, buffer: Tensor) -> Tensor:
         """Returns these rows of `buffer`, as a view if they are a range."""
         if isinstance(self.index, slice):
@@ -101,14 +107,18 @@ class Call:
     def in_place(self) -> bool:
         return self.rows is None
 
+    def to(self, device: torch.device) -> "Call":
+        """Returns the same call with index tensors on `device`."""
+        if self.rows is None:
+            return self
+        return replace(self, rows=self.rows.to(device))
+
 
 Visibility = tuple[Sequence[SpanRows], Sequence[SpanRows], Sequence[Segment]]
 """Queries, keys and the mask's areas of one document."""
 
 
-def local_calls(
-    documents: Iterable[list["BandPart"]], device: torch.device | str
-) -> tuple[Call, ...]:
+def local_calls(documents: Iterable[list["BandPart"]]) -> tuple[Call, ...]:
     """Builds calls on this rank's own keys from the parts of every document: first those that use
     keys in place, then those that select them."""
     in_place = list[list[BandPart]]()
@@ -129,7 +139,7 @@ def local_calls(
         made.append(Call(None, segments))
     for parts in _calls(gathered):
         rows, segments = _selected(parts)
-        made.append(Call(RowSet.of(rows, device), segments))
+        made.append(Call(RowSet.of(rows, "cpu"), segments))
     return tuple(made)
 
 
@@ -164,8 +174,8 @@ def whole_parts(areas: Sequence[Segment], offset: int) -> list["BandPart"]:
     return local_parts(everything, everything, areas)
 
 
-def gathered_calls(documents: Iterable[Visibility], device: torch.device | str) -> tuple[Call, ...]:
-    """Builds calls on keys that are selected from a buffer first; index tensors are on `device`."""
+def gathered_calls(documents: Iterable[Visibility]) -> tuple[Call, ...]:
+    """Builds calls on keys that are selected from a buffer first."""
     documents = [(queries, _neighbours_joined(keys), areas) for queries, keys, areas in documents]
     buffer = max(
         (rows.stop for _, keys, _ in documents for run in keys for rows in run.rows), default=0
@@ -176,7 +186,7 @@ def gathered_calls(documents: Iterable[Visibility], device: torch.device | str) 
     for parts in _calls(parts_of):
         rows, segments = _selected(parts)
         index = row_index(rows, "cpu")
-        made.append(Call(RowSet.of(rows, device), segments, again=bool(met[index].any())))
+        made.append(Call(RowSet.of(rows, "cpu"), segments, again=bool(met[index].any())))
         met[index] = True
     return tuple(made)
 

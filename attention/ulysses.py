@@ -11,6 +11,7 @@ token, run as plain rings.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Compressed
+from longctx.attention.host_to_device import copy_to
 from longctx.attention.inputs import (
     AttentionInputError,
     CheckedAttention,
@@ -200,20 +202,33 @@ class HeadSwap:
         first = layout.rank - layout.rank % ulysses_degree
         self.mates = range(first, first + ulysses_degree)
         self.me = layout.rank - first
-        self.rows = row_index(
-            [range(shard.offset, shard.offset + shard.tokens) for shard in shards], device
-        )
+        self.device = torch.device(device)
+        rows = [range(shard.offset, shard.offset + shard.tokens) for shard in shards]
+        self._rows_on_host = row_index(rows, "cpu")
         self.counts = [
             sum(shard_tokens(s.length, s.degree, _ring_index(s, mate)) for s in shards)
             for mate in self.mates
         ]
-        self.order = row_index(_chunk_order(shards, self.mates), device)
-        self.back = torch.argsort(self.order)
+        self._order_on_host = row_index(_chunk_order(shards, self.mates), "cpu")
         self.group = group
         self.exchange = exchange
         self.where = f"micro-batch {layout.micro_batch}"
         self.routes: Routes = {}
         self.handle = operator.register(self)
+
+    # On the device, copied when a layer first needs them (see `RingAttention.schedule`).
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return copy_to(self._rows_on_host, self.device)
+
+    @cached_property
+    def order(self) -> Tensor:
+        return copy_to(self._order_on_host, self.device)
+
+    @cached_property
+    def back(self) -> Tensor:
+        return copy_to(torch.argsort(self._order_on_host), self.device)
 
     def run(self, parts: list[Tensor], counts: list[int], width: int, layer: int) -> list[Tensor]:
         """Sends parts[i] to the i-th rank of the group and returns the received parts, counts[i]

@@ -101,6 +101,11 @@ def all_ways() -> dict[str, Callable[[int], Step]]:
     )
     ways["native, full"] = lambda depth: native_step(depth, whole, False, "full")
     ways["native, mixture"] = lambda depth: native_step(depth, whole, False, experts=4)
+    for mode in ("norms", "mlp"):
+        ways[f"native, {mode}"] = lambda depth, m=mode: native_step(depth, whole, False, m)
+        ways[f"native, mixture, {mode}"] = lambda depth, m=mode: native_step(
+            depth, whole, False, m, experts=4
+        )
     ways["native, selective, ring of 4, FSDP2"] = lambda depth: native_step(
         depth, ring, True, "selective"
     )

@@ -47,6 +47,9 @@ class Loader(Iterator[StepBatch]):
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would
     have returned the step.
+
+    Attributes:
+        finish: returns a step with what else can be made ahead; called in the background thread.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Loader(Iterator[StepBatch]):
         self.planner = planner
         self._merging = merging
         self._pad_to_multiple_of = pad_to_multiple_of
+        self.finish: Callable[[StepBatch], StepBatch] = _as_read
         self._step = 0  # last step returned
         self._cursor = self.sampler.start  # after that step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
@@ -181,7 +185,7 @@ class Loader(Iterator[StepBatch]):
                 f"the planner returned a plan for {plan.ranks} ranks, but the domain has "
                 f"{self._ranks}"
             )
-        return read_step(
+        batch = read_step(
             self._store,
             pieces,
             plan=plan,
@@ -189,7 +193,12 @@ class Loader(Iterator[StepBatch]):
             step=step,
             pad_to_multiple_of=self._pad_to_multiple_of,
             merged=merged,
-        ), next_cursor
+        )
+        return self.finish(batch), next_cursor
+
+
+def _as_read(batch: StepBatch) -> StepBatch:
+    return batch
 
 
 def merge_pieces(

@@ -17,6 +17,9 @@ BLOCK_ROWS = 128
 Blackwell takes two blocks."""
 MANY = 257
 """Sequences of a call for which flash-attn 4 has other variants."""
+SEVERAL = 150
+"""Sequences of a call that are more than half of a GPU's multiprocessors: other variants for large
+heads on Blackwell."""
 
 
 def compile_variants(
@@ -49,7 +52,10 @@ def run_variants(
     def random(rows: int, heads: int, dim: int) -> Tensor:
         return torch.randn(rows, heads, dim, device=request.device).to(request.dtype)
 
-    for q_rows, k_rows, sequences in product((short, double, LONG), (short, LONG), (1, MANY)):
+    counts = [1, MANY]
+    if dim > BLOCK_ROWS:
+        counts.append(SEVERAL)
+    for q_rows, k_rows, sequences in product((short, double, LONG), (short, LONG), counts):
         # Rows that are left are a sequence too, as they are in rings.
         longest = min(q_rows, k_rows)
         more = sequences - 1

@@ -35,6 +35,7 @@ from longctx.attention.kernels.contract import (
     Options,
     request_of,
 )
+from longctx.attention.kernels.flash_4 import LARGE
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import (
     HOPPER_OR_BLACKWELL,
@@ -61,12 +62,12 @@ class Flash:
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Implements `contract`."""
-        library = self.library(request._replace(bands=False))  # all libraries support them
+        library = self.library(_told_apart(request))
         return library if isinstance(library, str) else None
 
     def chosen(self, request: KernelRequest) -> Library:
         """Returns the library that runs a request. Raises UserError if none supports it."""
-        library = self.library(request._replace(bands=False))
+        library = self.library(_told_apart(request))
         if isinstance(library, str):
             raise UserError(f"kernel flash {library}; use kernel=auto")
         return library
@@ -81,9 +82,10 @@ class Flash:
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
     ) -> tuple[Tensor, Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, k, v, segments, options=options)
+        plans = _plans_for(q, k, segments)
+        library = self._library_for(q, k, v, segments, options=options, plans=plans)
         out = lse = None
-        for plan in _plans_for(q, k, segments):
+        for plan in plans:
             keys, values = plan.gather(k), plan.gather(v)
             part, heads_lse = library.forward(q, keys, values, plan.sequences, options)
             part_lse = heads_lse.transpose(0, 1).contiguous()
@@ -110,10 +112,11 @@ class Flash:
         options: Options,
     ) -> Gradients:
         """Implements `contract`."""
-        library = self._library_for(q, k, v, segments, options=options)
+        plans = _plans_for(q, k, segments)
+        library = self._library_for(q, k, v, segments, options=options, plans=plans)
         heads_lse = lse.transpose(0, 1).contiguous()
         total: tuple[Tensor, ...] = ()
-        for plan in _plans_for(q, k, segments):
+        for plan in plans:
             keys, values = plan.gather(k), plan.gather(v)
             dq, dk, dv = library.backward(
                 dout, q, keys, values, out, heads_lse, plan.sequences, options
@@ -129,12 +132,25 @@ class Flash:
         return dq, dk, dv
 
     def _library_for(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, options: Options
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Segments,
+        *,
+        options: Options,
+        plans: Sequence["LibraryCall"],
     ) -> Library:
         request = request_of(
-            q, k, v, segments, softcap=bool(options.softcap), deterministic=options.deterministic
+            q,
+            k,
+            v,
+            segments,
+            bands=any(plan.sequences.has_window for plan in plans),
+            softcap=bool(options.softcap),
+            deterministic=options.deterministic,
         )
-        library = self.library(request)
+        library = self.library(_told_apart(request))
         return library if isinstance(library, Library) else self.chosen(request)
 
     def _choose(self, request: KernelRequest) -> Library | str:
@@ -163,6 +179,13 @@ class Flash:
                 return library
             refusals.append(f"{library.name}: {why}")
         return f"has no library that supports these tensors: {'; '.join(refusals)}"
+
+
+def _told_apart(request: KernelRequest) -> KernelRequest:
+    """Returns a request as libraries tell them apart: all support windows, but of large heads."""
+    if (request.head_dim, request.v_head_dim) in LARGE:
+        return request
+    return request._replace(bands=False)
 
 
 def _log_choice(

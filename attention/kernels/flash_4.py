@@ -49,6 +49,11 @@ OPTIONS = {
 """Keyword arguments that both functions must have."""
 
 
+HOPPER = 9
+LARGE = ((256, 256), (192, 128))
+"""Head sizes of k and of v above 128 that it supports."""
+
+
 def missing() -> str | None:
     """Returns why the tested version is not available, or None.
 
@@ -103,9 +108,24 @@ def refusal(request: KernelRequest, capability: Capability) -> str | None:
     if capability[0] not in HOPPER_OR_BLACKWELL:
         # On other GPUs it is not faster than flash-attn 2.
         return f"is used only on Hopper and data-center Blackwell, not on capability {capability}"
-    # Its own tests cover backward up to head size 128, and unequal sizes (192 and 128) only without
-    # GQA.
+    sizes = request.head_dim, request.v_head_dim
+    if sizes in LARGE:
+        return _refusal_of_large(request, is_hopper=capability[0] == HOPPER)
+    # Its own tests cover backward up to head size 128, and unequal sizes only as in `LARGE`.
     return unequal(request) or too_large(request, 128)
+
+
+def _refusal_of_large(request: KernelRequest, *, is_hopper: bool) -> str | None:
+    """Returns why a request of large heads is not supported, by what compiles for each GPU."""
+    sizes = f"head sizes {request.head_dim} and {request.v_head_dim}"
+    if request.deterministic:
+        return f"supports {sizes} only without a deterministic backward"
+    if is_hopper:
+        # 192 and 128 need as many heads of keys as of queries there, which a request does not say.
+        return unequal(request)
+    if unequal(request) is None and (request.bands or request.softcap):
+        return f"supports {sizes} on Blackwell only without windows and soft caps"
+    return None
 
 
 def forward(

@@ -45,6 +45,10 @@ class Sequences:
         return self.left is None and self.right == 0
 
     @property
+    def has_window(self) -> bool:
+        return self.left is not None or self.right not in (None, 0)
+
+    @property
     def limits(self) -> tuple[int, int]:
         """Window in the format of flash-attn 2, 3 and torch: -1 means no limit."""
         return -1 if self.left is None else self.left, -1 if self.right is None else self.right

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from longctx.attention import keeping
+
 BLOCK = 64
 """Weights with a common scale in NF4."""
 LEVELS = 16
@@ -139,7 +141,14 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.layout = base, rows, columns
-        return F.linear(x, unpack(packed, base, rows=rows, columns=columns, dtype=x.dtype))
+
+        def multiply() -> torch.Tensor:
+            weight = unpack(packed, base, rows=rows, columns=columns, dtype=x.dtype)
+            return F.linear(x, weight)
+
+        if keeping.keeps_product():
+            return keeping.run(multiply)
+        return multiply()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

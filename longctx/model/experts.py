@@ -15,7 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from longctx.attention import keeping
 from longctx.attention.kernels.grouped_product import leaves_gradients
+from longctx.attention.products import PLAIN, Products
 from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.presets import ModelShape
 
@@ -50,11 +52,13 @@ class Router(nn.Linear):
         expert_bias: float32 [experts], added to the scores to choose experts, but not to weigh them
             (DeepSeek-V3, §2.1.2); present if the shape has one.
         watch: counts tokens per expert, and adds gradients of balance losses.
+        products: how it multiplies.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape.hidden_size, shape.num_experts, bias=False)
         self.shape = shape
+        self.products = PLAIN
         self.expert_bias: torch.Tensor
         if shape.router_bias:
             self.register_buffer("expert_bias", torch.zeros(shape.num_experts))
@@ -66,7 +70,7 @@ class Router(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns logits [tokens, experts]."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), self.weight.to(wide))
+        return self.products.linear(x.to(wide), self.weight.to(wide))
 
     def routes(self, logits: torch.Tensor, documents: RowDocuments | None) -> Routes:
         """Returns the routes of tokens with these logits."""
@@ -81,11 +85,12 @@ class Router(nn.Linear):
 
 
 class Experts(nn.Module):
-    """Some or all of the experts of a layer, each a gated MLP."""
+    """Some or all of the experts of a layer, each a gated MLP; `products`: how they multiply."""
 
     def __init__(self, shape: ModelShape, count: int) -> None:
         super().__init__()
         self.count = count
+        self.products = PLAIN
         width = shape.expert_width
         self.gate_proj = nn.Parameter(torch.empty(count * width, shape.hidden_size))
         self.up_proj = nn.Parameter(torch.empty(count * width, shape.hidden_size))
@@ -94,13 +99,14 @@ class Experts(nn.Module):
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Returns the outputs of `rows` [rows, hidden], of which the first `counts[0]` are for the
         first expert, and so on."""
-        gate, up = (
-            grouped_product(rows, weight, counts) for weight in (self.gate_proj, self.up_proj)
-        )
-        return grouped_product(F.silu(gate) * up, self.down_proj, counts)
+        gate = grouped_product(rows, self.gate_proj, counts, self.products)
+        up = grouped_product(rows, self.up_proj, counts, self.products)
+        return grouped_product(F.silu(gate) * up, self.down_proj, counts, self.products)
 
 
-def grouped_product(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def grouped_product(
+    rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, products: Products
+) -> torch.Tensor:
     """Multiplies groups of `rows` [rows, n], `counts` [groups] of each, by their matrices: `weight`
     is [groups · m, n].
 
@@ -111,12 +117,10 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
         if leaves_gradients() and matrices.requires_grad:
             unused = (counts == 0)[:, None, None]
             matrices.register_hook(lambda gradient: gradient.masked_fill(unused, 0))
-        out: torch.Tensor = F.grouped_mm(
-            rows, matrices.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32)
-        )
-        return out
+        ends = counts.cumsum(0).to(torch.int32)
+        return products.grouped(rows, matrices.transpose(1, 2), ends)
     groups = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
-    return torch.cat([F.linear(group, matrix) for group, matrix in groups])
+    return torch.cat([products.linear(group, matrix) for group, matrix in groups])
 
 
 def _is_grouped(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
@@ -188,9 +192,12 @@ def in_turns(
     backward."""
     if len(arguments) == 1:
         return [turn(*arguments[0])]
-    return [
-        checkpoint(turn, *each, use_reentrant=False, preserve_rng_state=False) for each in arguments
-    ]
+    how: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": False,
+        "context_fn": keeping.nothing,
+    }
+    return [checkpoint(turn, *each, **how) for each in arguments]
 
 
 def by_expert(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

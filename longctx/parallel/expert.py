@@ -42,7 +42,9 @@ def split_experts(model: Model, mesh: DeviceMesh) -> None:
     group, *others = mesh.get_all_groups()
     for layer in sparse_layers(model):
         trained = {name: weight.requires_grad for name, weight in layer.experts.named_parameters()}
+        products = layer.experts.products
         layer.experts = Experts(layer.gate.shape, layer.gate.shape.num_experts // group.size())
+        layer.experts.products = products
         for name, weight in layer.experts.named_parameters():
             weight.requires_grad_(trained[name])
         layer.send = dispatch(group, others)

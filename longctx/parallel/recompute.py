@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,10 @@ from torch.utils.checkpoint import (
 )
 
 from longctx.attention import OPERATORS, keeping
+from longctx.attention.keeping import KeptProducts
+from longctx.attention.products import KEPT
 from longctx.errors import UserError
+from longctx.model.experts import Experts, Router, stacks_experts
 from longctx.model.protocol import Model
 from longctx.parallel.offload import Offload, from_host
 from longctx.planning.cost.spec import RECOMPUTE_MODES
@@ -36,6 +40,12 @@ OF_EXPERTS = [
 """Products of all experts at once, to which transformers adds biases in place: what was kept would
 have them twice."""
 BEGIN = torch.ops.longctx.ring_attention_begin.default
+PRODUCTS_OF: dict[str, KeptProducts] = {
+    "norms": "all",
+    "mlp": "around attention",
+    "selective": "none",
+}
+"""Products that a mode of recomputation keeps."""
 NARROW = 8
 """Products that widen their input by more than this factor, as adapters do, are recomputed: they
 cost little for their size."""
@@ -71,40 +81,95 @@ def apply_recompute(
                     f"train.mlp_tile_tokens is {mlp_tile_tokens}, but {type(block).__name__} has "
                     "no module `mlp` to tile: remove it"
                 )
-            mlp.forward = _in_tiles(_recomputed(mlp.forward, "full"), mlp_tile_tokens)
+            mlp.forward = _in_tiles(_recomputed(mlp.forward, NOTHING), mlp_tile_tokens)
         if mode == "none":
             continue
-        has_biases = any(getattr(module, "has_bias", False) is True for module in block.modules())
-        if offload is None:
-            block.forward = _recomputed(block.forward, mode, has_biases)
+        place = keeping.ON_DEVICE
+        if offload is not None:
+            offload.outputs = mode == "selective"
+            place = keeping.Place(put=offload.keep, get=from_host)
+        forward = _recomputed(block.forward, _contexts_of(block, mode, place))
+        if offload is not None:
+            forward = partial(offload, forward)
+        block.forward = forward
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Functions that return the contexts of a forward and of its recomputation, without and with
+    torch.compile; None: nothing is kept."""
+
+    eager: Callable[[], Any]
+    compiled: Callable[[], Any] | None
+
+
+NOTHING = Contexts(keeping.nothing, None)
+
+
+def _contexts_of(block: nn.Module, mode: str, place: keeping.Place) -> Contexts:
+    """Returns the contexts of a block, which keep what `mode` says."""
+    if mode == "full":
+        return NOTHING
+    has_biases = any(getattr(module, "has_bias", False) is True for module in block.modules())
+    compiled = partial(_contexts, mode, has_biases)
+    products = PRODUCTS_OF[mode]
+    if products == "none" or _keep_products(block):
+        return Contexts(partial(keeping.contexts, place, products), compiled)
+    # Torch's mode sees all operations, which takes the host longer than the block.
+    return Contexts(compiled, compiled)
+
+
+def _keep_products(block: nn.Module) -> bool:
+    """Lets the layers of a block keep the outputs of their products. Returns False, and changes
+    nothing, if the block has matrices that others than these layers multiply."""
+    linear = list[nn.Linear]()
+    experts = list[Router | Experts]()
+    for module in block.modules():
+        if isinstance(module, (Router, Experts)):
+            experts.append(module)
             continue
-        offload.outputs = mode == "selective"
-        place = keeping.Place(put=offload.keep, get=from_host)
-        forward = _recomputed(block.forward, mode, has_biases, place=place)
-        block.forward = partial(offload, forward)
+        has_own_forward = "forward" in vars(module)
+        if type(module) is nn.Linear and not has_own_forward:
+            linear.append(module)
+            continue
+        for weight in module.parameters(recurse=False):
+            if _is_matrix(weight):
+                return False
+    for each in experts:
+        each.products = KEPT
+    for layer in linear:
+        is_narrow = layer.in_features * NARROW < layer.out_features
+        if not is_narrow:
+            vars(layer)["forward"] = _kept(layer)
+    return True
+
+
+def _is_matrix(weight: torch.Tensor) -> bool:
+    return weight.dim() == 2 or stacks_experts(weight)
+
+
+def _kept(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return KEPT.linear(x, layer.weight, layer.bias)
+
+    return forward
 
 
 def _recomputed(
-    forward: Callable[..., torch.Tensor],
-    mode: str,
-    expert_biases: bool = False,
-    place: keeping.Place = keeping.ON_DEVICE,
+    forward: Callable[..., torch.Tensor], contexts: Contexts
 ) -> Callable[..., torch.Tensor]:
-    compiled: dict[str, Any] = (
-        {} if mode == "full" else {"context_fn": partial(_contexts, mode, expert_biases)}
-    )
-    eager = compiled
-    if mode == "selective":
-        eager = {"context_fn": partial(keeping.contexts, place)}
+    """Returns a function that keeps the input of `forward`, and what the contexts keep."""
+    eager = contexts.eager
+    compiled = contexts.compiled
 
     def recomputed(
         *arguments: Any, **named: Any
     ) -> torch.Tensor:  # a function, as torch.compile skips the frame of a partial of `checkpoint`
-        how = {
-            "use_reentrant": False,
-            "preserve_rng_state": False,
-            **(compiled if torch.compiler.is_compiling() else eager),
-        }
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if not torch.compiler.is_compiling():
+            how["context_fn"] = eager
+        elif compiled is not None:
+            how["context_fn"] = compiled
         out: torch.Tensor = checkpoint(forward, *arguments, **how, **named)
         return out
 

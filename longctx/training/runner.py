@@ -2,7 +2,7 @@
 forward alone."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from longctx.model.protocol import Attention
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard
+from longctx.planning.layout import Layout
+from longctx.planning.plan import Plan
 from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
 from longctx.training.objectives.balance import Balance
@@ -33,6 +35,18 @@ from longctx.training.trace import micro_batch_name
 
 Scorer = Callable[[StepBatch], list[torch.Tensor]]
 """A pass without gradients, `ModelRunner.log_probabilities`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyMicroBatch(MicroBatch):
+    """A micro-batch with its attention: schedules of messages and kernel calls."""
+
+    attention: Any
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch, attention: Any) -> "ReadyMicroBatch":
+        fields = vars(micro_batch)
+        return cls(**fields, attention=attention)
 
 
 class Position:
@@ -162,7 +176,10 @@ class ModelRunner:
         counted = None
         if number < len(batch.micro_batches):
             micro_batch = batch.micro_batches[number]
-            attention = self._attention(batch, micro_batch)
+            if isinstance(micro_batch, ReadyMicroBatch):
+                attention = micro_batch.attention
+            else:
+                attention = self._attention(batch.plan, micro_batch.layout)
             counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
@@ -194,16 +211,22 @@ class ModelRunner:
             documents=documents,
         )
 
-    def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
-        plan = batch.plan
-        layout = micro_batch.layout
-        return self.model.attention(
-            make_attention(
-                self.config,
-                self.mesh,
-                spec=self.model.spec,
-                plan=plan,
-                layout=layout,
-                clock=self.clock,
-            )
+    def make_ready(self, batch: StepBatch) -> StepBatch:
+        """Returns a step with the attention of its micro-batches, which takes milliseconds of
+        Python: the loader calls it in its thread, a step ahead."""
+        ready = []
+        for micro_batch in batch.micro_batches:
+            attention = self._attention(batch.plan, micro_batch.layout)
+            ready.append(ReadyMicroBatch.of(micro_batch, attention))
+        return replace(batch, micro_batches=tuple(ready))
+
+    def _attention(self, plan: Plan, layout: Layout) -> Any:
+        make = make_attention(
+            self.config,
+            self.mesh,
+            spec=self.model.spec,
+            plan=plan,
+            layout=layout,
+            clock=self.clock,
         )
+        return self.model.attention(make)

@@ -125,6 +125,8 @@ class Trainer:
         self.model = runner.model
         self.optimizer = optimizer
         self.loader = loader
+        if loader is not None:
+            loader.finish = runner.make_ready
         self.stop = stop or StopSignal()
         self.validator = parts.validator
         self.log = parts.log

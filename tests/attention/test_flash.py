@@ -319,9 +319,15 @@ def test_tables_are_made_once() -> None:
         (BF16, (12, 0), "flash-attn 2"),
         (KernelRequest("cuda", torch.float16, 192, 192), HOPPER, "flash-attn 3"),
         (of(192, 128), HOPPER, "flash-attn 3"),
-        (of(256), HOPPER, "flash-attn 3"),
+        (of(192, 128), BLACKWELL, "flash-attn 4"),
+        (of(192, 128, bands=True, softcap=True), BLACKWELL, "flash-attn 4"),
+        (of(256), HOPPER, "flash-attn 4"),
+        (of(256, bands=True, softcap=True), HOPPER, "flash-attn 4"),
         (of(256, deterministic=True), HOPPER, "flash-attn 2"),
-        (of(256), BLACKWELL, "flash-attn 2"),
+        (of(256), BLACKWELL, "flash-attn 4"),
+        (of(256, bands=True), BLACKWELL, "flash-attn 2"),
+        (of(256, deterministic=True), BLACKWELL, "flash-attn 2"),
+        (of(192), BLACKWELL, "flash-attn 2"),
         (of(64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
     ],
 )
@@ -343,7 +349,7 @@ def test_the_best_library_is_chosen_and_named(
     assert len(warned) == slow, "slow on Hopper and Blackwell, and said once"
     way_out = (
         "pip install '.[flash]' in the folder of longctx's source code (flash-attn 4: "
-        "supports head sizes up to 128"
+        "supports head sizes "
     )
     assert all(way_out in message for message in warned)
     monkeypatch.setitem(KERNELS, "flash", Flash())
@@ -427,6 +433,49 @@ def test_refusals_say_why(
     why = Flash().library(request_)
     assert isinstance(why, str)
     assert all(part in why for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("request_", "capability", "part"),
+    [
+        (of(192, 128), HOPPER, "needs equal head sizes of k and v, not 192 and 128"),
+        (of(256, softcap=True), BLACKWELL, "256 and 256 on Blackwell only without windows"),
+        (of(256, bands=True), BLACKWELL, "256 and 256 on Blackwell only without windows"),
+        (of(192, 128, deterministic=True), BLACKWELL, "192 and 128 only without a determin"),
+        (of(192), HOPPER, "up to 128, not 192"),
+        (of(128, 256), BLACKWELL, "needs equal head sizes"),
+    ],
+)
+def test_flash_4_refuses_what_does_not_compile(
+    request_: KernelRequest, capability: tuple[int, int], part: str
+) -> None:
+    """Seen with the real library and fake tensors."""
+    assert part in str(flash_4.refusal(request_, capability))
+
+
+@pytest.mark.parametrize(
+    ("lo", "capability", "wanted"),
+    [
+        (None, BLACKWELL, "flash-attn 4"),
+        (-3, BLACKWELL, "flash-attn 2"),
+        (-3, HOPPER, "flash-attn 4"),
+    ],
+)
+def test_calls_with_a_window_choose_for_themselves(
+    monkeypatch: pytest.MonkeyPatch, lo: int | None, capability: tuple[int, int], wanted: str
+) -> None:
+    """As layers with windows and without them may have the same large heads."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(
+        flash,
+        "request_of",
+        lambda *given, **more: request_of(*given, **more)._replace(device="cuda"),
+    )
+    q = torch.empty(9, 2, 256, dtype=torch.bfloat16)
+    segments = (Segment(0, 9, 0, 9, lo, 0),)
+    plans = flash.library_calls(segments, 9, 9, device=torch.device("cpu"))
+    library = Flash()._library_for(q, q, q, segments, options=Options(1.0), plans=plans)
+    assert library.name == wanted
 
 
 def test_on_the_cpu_it_is_refused() -> None:

@@ -60,11 +60,24 @@ def test_heads_are_those_of_a_tensor_parallel_rank(compiled: list[Any]) -> None:
 def test_what_flash_attn_4_does_not_run_is_said(
     compiled: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--arch", "sm_90", "--model.preset", "tiny", "--model.overrides.head_dim", "256"]
+    given = ["--arch", "sm_90", "--model.preset", "tiny", "--model.overrides.head_dim", "192"]
     assert main(["warm-up", *given]) == 0
     assert len(compiled) == 1, "the target"
-    said = "not by flash-attn 4, which supports head sizes up to 128, not 256"
+    said = "not by flash-attn 4, which supports head sizes up to 128, not 192"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arch", "window", "count"), [("sm_90", True, 1), ("sm_100", False, 1), ("sm_100", True, 0)]
+)
+def test_large_heads_are_compiled_where_flash_attn_4_runs_them(
+    compiled: list[Any], arch: str, window: bool, count: int
+) -> None:
+    given = ["--arch", arch, "--model.preset", "tiny", "--model.overrides.head_dim", "256"]
+    if window:
+        given += ["--model.overrides.sliding_window", "100"]
+    assert main(["warm-up", *given]) == 0
+    assert compiled[1:] == [(256, (4, 2), window)] * count
 
 
 @pytest.mark.parametrize(

@@ -218,3 +218,10 @@ def test_every_row_refuses_an_example(module: ModuleType, packages: set[str]) ->
     rows = [node for node in ast.walk(tree) if isinstance(node, ast.Yield)]
     without = [row for row in rows if not ran & set(range(row.lineno, (row.end_lineno or 0) + 1))]
     assert len(rows) > 3 and not [ast.unparse(row) for row in without]
+
+
+def test_experts_count_where_the_first_layer_is_the_largest() -> None:
+    """A dense one, as in DeepSeek's models."""
+    given = [MIXTURE, "model.vocab_size=100", "model.overrides.moe_intermediate_size=16"]
+    found = config.load(None, [*given, "data.store=unused"])
+    assert found.model.sizes().spec.largest_layer.experts == 0

@@ -1,10 +1,11 @@
 """Compares the loads of plans with the schedules that their ranks build."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,8 +44,11 @@ def scheduled(
 ) -> Rows:
     """Returns the rows that this rank's attention really exchanges."""
     layout = plan.layout(micro_batch, rank)
-    # There is no process group here.
-    with mock.patch("longctx.attention.inputs.CheckedAttention.__init__", return_value=None):
+
+    def without_a_group(attention: Any, _: Any, __: Any, device: str) -> None:
+        attention.device = torch.device(device)
+
+    with mock.patch("longctx.attention.inputs.CheckedAttention.__init__", without_a_group):
         attention = packed_attention(layout, ulysses_degree, ranks_per_node=per_node)
     swapped = 0
     if isinstance(attention, HybridAttention):

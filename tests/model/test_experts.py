@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from longctx.attention.kernels.grouped_product import leaves_gradients
+from longctx.attention.products import PLAIN
 from longctx.config import ConfigError, load
 from longctx.memory.loads import Load
 from longctx.memory.model import estimate
@@ -331,9 +332,10 @@ def test_grouped_product_is_used_and_equal(monkeypatch: pytest.MonkeyPatch) -> N
     weight = torch.randn(3 * 12, 8)
     assert experts._is_grouped(rows, weight.unflatten(0, (3, 12)))
     assert not experts._is_grouped(rows, weight.unflatten(0, (4, 9)))
-    found = experts.grouped_product(rows, weight, counts)
+    found = experts.grouped_product(rows, weight, counts, PLAIN)
     monkeypatch.setattr(experts, "_is_grouped", lambda *_: False)
-    torch.testing.assert_close(found, experts.grouped_product(rows, weight, counts))
+    separate = experts.grouped_product(rows, weight, counts, PLAIN)
+    torch.testing.assert_close(found, separate)
 
 
 class OfBlackwell(torch.autograd.Function):

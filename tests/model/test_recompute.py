@@ -2,6 +2,7 @@
 block inputs in host memory; gradients are the same."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from longctx.attention import RingAttention, keeping, operator
 from longctx.attention.kernels import cpu
+from longctx.attention.products import KEPT as KEPT_PRODUCTS
 from longctx.config import load
 from longctx.model.compilation import compile_blocks
 from longctx.model.decoder import Decoder
-from longctx.model.presets import PRESETS
+from longctx.model.experts import SparseMLP
+from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel import offload as offloading
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import _contexts, apply_recompute
@@ -35,6 +39,11 @@ ATTENTION = "longctx.ring_attention.default"
 SHAPE = PRESETS["tiny"].model_copy(
     update={"vocab_size": 50, "num_hidden_layers": LAYERS, "qkv_bias": True}
 )
+MIXTURE = SHAPE.model_copy(
+    update={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+)
+UNALIGNED = {"moe_intermediate_size": 23}
+"""Sizes for which torch has no grouped product."""
 REPEATED = {"none": 0, "norms": 0, "mlp": 2, "selective": 6, "full": 6}
 """Matrices of a block that backward computes again: gate and up, or all but the last."""
 
@@ -62,10 +71,15 @@ def train(
     tiles: int | None = None,
     offload: Offload | None = None,
     device: str = "cpu",
+    shape: ModelShape = SHAPE,
+    most_rows: int | None = None,
 ) -> list[torch.Tensor]:
     """Returns the gradients of a step."""
-    model = Decoder(SHAPE)
+    model = Decoder(shape)
     model.initialize(0)
+    for module in model.modules():
+        if isinstance(module, SparseMLP):
+            module.most_rows = most_rows
     model.to(device)
     apply_recompute(model, mode, mlp_tile_tokens=tiles, offload=offload)
     if backend is not None:
@@ -84,9 +98,11 @@ def train(
     ]
 
 
-def train_counted(mode: str, tiles: int | None = None) -> tuple[list[torch.Tensor], Counts]:
+def train_counted(
+    mode: str, tiles: int | None = None, shape: ModelShape = SHAPE
+) -> tuple[list[torch.Tensor], Counts]:
     with Counting() as counting, mock.patch.object(cpu, "forward", wraps=cpu.forward) as attention:
-        gradients = train(mode, tiles=tiles)
+        gradients = train(mode, tiles=tiles, shape=shape)
     # Not of what returns outputs that were kept.
     return gradients, counting.calls | {ATTENTION: attention.call_count}
 
@@ -124,14 +140,35 @@ def test_only_what_the_mode_says_is_repeated(compiled: bool) -> None:
         assert calls[ATTENTION] == layers * (2 if mode == "full" else 1), mode
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_the_host_enters_no_mode_that_sees_every_operation(mode: str) -> None:
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tiles": {"tiles": 16},
+    "mixture": {"shape": MIXTURE},
+    # 48 tokens of two experts each.
+    "mixture in turns": {"shape": MIXTURE, "most_rows": 40},
+    "mixture, a product for each expert": {"shape": MIXTURE.model_copy(update=UNALIGNED)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", RECOMPUTE_MODES)
+def test_the_host_enters_no_mode_that_sees_every_operation(mode: str, kind: str) -> None:
     """Torch's own selective recomputation has one in forward and one in backward, which cost more
     than the block."""
-    wanted = train("none")
+    wanted = train("none", **KINDS[kind])
     with mock.patch.object(TorchDispatchMode, "__enter__", side_effect=AssertionError("a mode")):
-        gradients = train(mode)
+        gradients = train(mode, **KINDS[kind])
     assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+
+
+def test_products_of_experts_are_not_repeated() -> None:
+    _, plain = train_counted("none", shape=MIXTURE)
+    _, kept = train_counted("norms", shape=MIXTURE)
+    _, selective = train_counted("selective", shape=MIXTURE)
+    grouped = "aten._grouped_mm.default"
+    assert kept[grouped] == plain[grouped] > 0
+    assert products(kept) == products(plain)
+    assert selective[grouped] == plain[grouped] + 3 * LAYERS
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -164,6 +201,44 @@ def test_what_is_kept_serves_one_backward() -> None:
     torch.autograd.grad(out, x, retain_graph=True)
     with pytest.raises(RuntimeError, match=r"recomputed twice.*without retain_graph"):
         torch.autograd.grad(out, x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 7), (1, 5, 7), (2, 0, 7)])
+@pytest.mark.parametrize("trained", ["x", "weight", "both"])
+def test_gradients_of_kept_products_are_those_of_torch(
+    shape: tuple[int, ...], trained: str, bias: bool
+) -> None:
+    """Bit by bit, also with frozen weights or a frozen input, of which nothing is saved."""
+    layer = torch.nn.Linear(7, 3, bias=bias).to(torch.bfloat16).requires_grad_(trained != "x")
+    given = torch.randn(shape, dtype=torch.bfloat16)
+    dout = torch.randn(*shape[:-1], 3, dtype=torch.bfloat16)
+
+    def gradients(linear: Any) -> list[torch.Tensor]:
+        x = given.clone().requires_grad_(trained != "weight")
+        forward, again = keeping.contexts(products="all")
+        with forward:
+            linear(x, layer.weight, layer.bias)
+        with again:
+            out = linear(x, layer.weight, layer.bias)
+        needed = [each for each in (x, *layer.parameters()) if each.requires_grad]
+        return [out, *torch.autograd.grad(out, needed, dout)]
+
+    pairs = zip(gradients(KEPT_PRODUCTS.linear), gradients(F.linear), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_what_is_kept_may_not_change_in_place() -> None:
+    layer = torch.nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return KEPT_PRODUCTS.linear(x, layer.weight, None).add_(1).square()
+
+    contexts = partial(keeping.contexts, products="all")
+    out = checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        out.backward()
 
 
 def test_with_tiles_the_mlp_is_repeated_by_tile_only() -> None:

@@ -4,6 +4,7 @@ losses of splits."""
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
+from longctx.attention.products import KEPT
 from longctx.model.decoder import Decoder
+from longctx.parallel.expert import sparse_layers
 from longctx.parallel.mesh import make_groups
+from longctx.parallel.sharding import local_part
 from longctx.parallel.tensor import ENDS
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.loss import cross_entropy_sum, rows_with_labels
@@ -222,3 +227,42 @@ def test_a_profile_is_of_a_ranks_own_heads(workers: Workers) -> None:
     two, _ = workers.run(calibration_cases.measure_profile, 2, [0, 1], [TWO])
     assert two["profile"]["kv_bytes_per_token"] == 2 * 8 * 4 * 3, "of one of two heads"
     assert two["run"]["ranks"] == 1, "of the domain"
+
+
+def gradients_of_recomputation(store: Path, run: Path, settings: list[str], mode: str) -> None:
+    """Gradients of a step are those without recomputation, bit by bit, and the host enters none of
+    torch's modes of selective recomputation."""
+    found = []
+    no_modes = mock.patch.object(
+        _CachingTorchDispatchMode, "__enter__", side_effect=AssertionError("a mode")
+    )
+    for each in ("none", mode):
+        trainer = start(store, run / each, [*settings, f"train.recompute={each}"])
+        with trainer.loader, no_modes:
+            trainer.runner.forward_backward(next(trainer.loader))
+        for layer in sparse_layers(trainer.model):
+            assert (layer.experts.products is KEPT) == (each in ("norms", "mlp"))
+        named = trainer.model.named_parameters()
+        found.append({name: local_part(weight.grad) for name, weight in named})
+    wanted, gradients = found
+    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+
+
+MIXTURE = ["model.preset=tiny-moe", "model.overrides.moe_intermediate_size=16"]
+
+
+@pytest.mark.parametrize("mode", ["norms", pytest.param("mlp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, [TWO]),
+        (2, [*MIXTURE, "parallel.expert_parallel_size=2", "train.mlp_tile_tokens=100"]),
+        pytest.param(2, [*MIXTURE, "parallel.expert_parallel_size=2"], marks=pytest.mark.slow),
+        pytest.param(4, [*MIXTURE, TWO], marks=pytest.mark.slow),
+        pytest.param(4, [TWO, *ODD, "batch.tokens_per_rank=752"], marks=pytest.mark.slow),
+    ],
+)
+def test_split_layers_are_recomputed_without_modes(
+    workers: Workers, store: Path, tmp_path: Path, ranks: int, settings: list[str], mode: str
+) -> None:
+    workers.run(gradients_of_recomputation, ranks, store, tmp_path, settings, mode)
