@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "trainers.md",
+    ROOT / "docs" / "agents.md",
     ROOT / "docs" / "data.md",
     *(
         ROOT / "docs" / "evidence" / f"{name}.md"

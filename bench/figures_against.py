@@ -116,12 +116,23 @@ def against_memory() -> list[str]:
     )
 
 
+def against_whole_rows() -> list[str]:
+    """What is gained at the longest documents over whole rows, in words."""
+    most = mosts()[-1]
+    gains = gains_of_mixes("batch-rebalance", most).replace("×", " times")
+    return wrapped(
+        f"Predicted, over whole rows balanced over 8 GPUs, of up to {in_thousands(most)} tokens: "
+        f"{gains} as fast, [by the mix of lengths](evidence/speedup.md#on-8-gpus)."
+    )
+
+
 def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 OF_AGAINST: dict[str, Callable[[], list[str]]] = {
     "against-headline": against_headline,
+    "against-whole-rows": against_whole_rows,
     "against": against_table,
     "against-memory": against_memory,
 }
