@@ -21,7 +21,7 @@ from longctx.attention import OPERATORS, keeping
 from longctx.attention.keeping import KeptProducts
 from longctx.attention.products import KEPT
 from longctx.errors import UserError
-from longctx.model.experts import Experts, Router, stacks_experts
+from longctx.model.experts import Experts, Router
 from longctx.model.protocol import Model
 from longctx.parallel.offload import Offload, from_host
 from longctx.planning.cost.spec import RECOMPUTE_MODES
@@ -121,7 +121,8 @@ def _contexts_of(block: nn.Module, mode: str, place: keeping.Place) -> Contexts:
 
 def _keep_products(block: nn.Module) -> bool:
     """Lets the layers of a block keep the outputs of their products. Returns False, and changes
-    nothing, if the block has matrices that others than these layers multiply."""
+    nothing, if the block has weights of several axes that others than these layers use: matrices of
+    other layers, or convolutions, whose layers have products without weights too."""
     linear = list[nn.Linear]()
     experts = list[Router | Experts]()
     for module in block.modules():
@@ -133,7 +134,7 @@ def _keep_products(block: nn.Module) -> bool:
             linear.append(module)
             continue
         for weight in module.parameters(recurse=False):
-            if _is_matrix(weight):
+            if weight.dim() > 1:
                 return False
     for each in experts:
         each.products = KEPT
@@ -142,10 +143,6 @@ def _keep_products(block: nn.Module) -> bool:
         if not is_narrow:
             vars(layer)["forward"] = _kept(layer)
     return True
-
-
-def _is_matrix(weight: torch.Tensor) -> bool:
-    return weight.dim() == 2 or stacks_experts(weight)
 
 
 def _kept(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -197,10 +197,9 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found.split_document_s == pytest.approx(H100.split_document_s / 32)
     assert found.exchange_levels == 2 and found.kv_bytes_per_token == 1 * 2 * 2 * 8 * 4 * 3
     assert [length for length, _ in found.attention_efficiency] == [128, 1024]
-    assert (
-        min(found.linear_s_per_token, found.attention_s_per_token2, found.launch_s) > 0
-        and 0 < found.query_share < 1
-    )
+    assert min(found.linear_s_per_token, found.attention_s_per_token2) > 0
+    assert found.launch_s >= 0, "0 where others' work on the machine hides it"
+    assert 0 < found.query_share < 1
     described = read_described(str(out))[1]
     assert described is not None and described.model.hidden_size == 64
     check = measured["check"]

@@ -11,13 +11,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longctx import make_plan
+from longctx.attention import keeping
 from longctx.attention.linear import fused
 from longctx.attention.linear.recurrence import Recurrence
 from longctx.config import load
 from longctx.hf.linear import ARGUMENT, LayerRecurrence, linear_layers, replace_functions
 from longctx.hf.linear_costs import TOKENS, _solve_flops
 from longctx.hf.spec import spec_of
-from longctx.parallel.recompute import _recomputed
+from longctx.parallel.recompute import _contexts_of, _recomputed
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_FLOPS, ModelSpec
 from longctx.planning.cost.work import FLOAT32, work_of
@@ -131,12 +132,14 @@ def test_torch_counts_as_many_operations_in_the_layer(kind: str) -> None:
 def test_recomputation_repeats_the_forward_where_estimates_say_so() -> None:
     """Modes selective and full do. The others keep its products, and repeat triangular systems
     alone."""
-    _, _, layer = spec_and_layer("qwen3_next")
-    layer = layer.to("meta")
-    replace_functions(sys.modules[type(layer).__module__])
     backward, forward = {}, 0
     for mode in ("none", "norms", "mlp", "selective", "full"):
-        run = layer.forward if mode == "none" else _recomputed(layer.forward, mode)
+        _, _, layer = spec_and_layer("qwen3_next")
+        layer = layer.to("meta")
+        replace_functions(sys.modules[type(layer).__module__])
+        run = layer.forward
+        if mode != "none":
+            run = _recomputed(layer.forward, _contexts_of(layer, mode, keeping.ON_DEVICE))
         x = torch.empty(1, CHUNK, layer.hidden_size, requires_grad=True, device="meta")
         given = {
             ARGUMENT: LayerRecurrence(

@@ -17,6 +17,7 @@ from longctx.trainers.documents import CountingRows, check_shapes, cut_rows
 from longctx.trainers.families import AttentionOptions
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.planned_call import PlannedCall
+from longctx.trainers.refusals import refuse_long_completions
 from longctx.trainers.step import Planning, StepExchange
 from longctx.trainers.whole_outputs import _check_arguments
 from longctx.training import checks
@@ -107,6 +108,19 @@ def test_batches_that_cannot_be_split_are_refused(
 ) -> None:
     with pytest.raises(TrainerError, match=message):
         refused()
+
+
+def test_completions_that_ranks_cannot_hold_are_refused() -> None:
+    args = SimpleNamespace(max_completion_length=256, num_generations=2, world_size=2)
+    with pytest.raises(
+        TrainerError, match="256, but 2 ranks of 128 tokens hold 256 with the prompt"
+    ):
+        refuse_long_completions(args, 128)
+    refuse_long_completions(args, 129)
+    args.max_completion_length = None
+    refuse_long_completions(args, 1)
+    samples_nothing = SimpleNamespace(max_completion_length=256, world_size=2)
+    refuse_long_completions(samples_nothing, 1)
 
 
 def texts_in(tree: ast.AST) -> Iterator[str]:
