@@ -58,7 +58,7 @@ finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M par
 	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/python examples/ask.py $(RUN)/merged
 
 test: check  ## Lint, check types and run the tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
 
 test-release: PYTEST_ARGS := -m "not gpu"
 test-release: $(VENV)/installed-docs test  ## The same with pages, examples, wheels, benchmarks and all that is slow; takes hours

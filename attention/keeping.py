@@ -36,6 +36,10 @@ class Place:
     get: Callable[[Any], Tensor]
 
 
+class ChangedInPlace(RuntimeError):
+    """A kept tensor has other values than it was kept with."""
+
+
 class _OnDevice:
     """A kept tensor, and how often it was changed in place before."""
 
@@ -45,7 +49,7 @@ class _OnDevice:
 
     def get(self) -> Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError(
+            raise ChangedInPlace(
                 "an output that recomputation keeps was changed in place after it was computed, so "
                 "the block would be recomputed from other values: do not change it in place"
             )
@@ -80,8 +84,9 @@ class _Keeping(AbstractContextManager[None]):
     ) -> None:
         _now.keeping = self.outer
 
-    def run(self, compute: Callable[[], Any]) -> Any:
-        """Returns the outputs of an operator, which `compute` runs if they are not kept yet."""
+    def run(self, compute: Callable[[], Any], *, may_repeat: bool = False) -> Any:
+        """Returns the outputs of an operator, which `compute` runs if they are not kept yet, or if
+        it `may_repeat` and they were changed in place. Raises ChangedInPlace."""
         if not self.again:
             with _Nothing():  # what it computes with is not computed again
                 out = compute()
@@ -92,7 +97,14 @@ class _Keeping(AbstractContextManager[None]):
                 "a block that keeps outputs was recomputed twice, but what it keeps is "
                 "freed after the first time: call backward once, without retain_graph"
             )
-        return _each(self.place.get, self.outputs.popleft())
+        found = self.outputs.popleft()
+        try:
+            return _each(self.place.get, found)
+        except ChangedInPlace:
+            if not may_repeat:
+                raise
+        with _Nothing():
+            return compute()
 
     def keeps_product(self) -> bool:
         """Counts a product. Returns whether its output is kept."""
@@ -140,8 +152,9 @@ def keeps_product() -> bool:
 
 
 def run(compute: Callable[[], Tensor]) -> Tensor:
-    """Returns the output of a product that is kept, which `compute` runs in forward."""
-    out: Tensor = _now.keeping.run(compute)
+    """Returns the output of a product that is kept, which `compute` runs in forward, and again if
+    it was changed in place."""
+    out: Tensor = _now.keeping.run(compute, may_repeat=True)
     return out
 
 

@@ -36,15 +36,21 @@ def _plain_grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+def _is_torchs(x: Tensor) -> bool:
+    """Returns whether torch computes a product of `x` itself, also when it is recomputed: in
+    compiled blocks, under autocast, which casts, and of a vector."""
+    return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or x.dim() < 2
+
+
 def _kept_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if torch.compiler.is_compiling() or not keeping.keeps_product():
+    if _is_torchs(x) or not keeping.keeps_product():
         return F.linear(x, weight, bias)
     out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 def _kept_grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    if not keeping.keeps_product():
+    if _is_torchs(rows) or not keeping.keeps_product():
         return _plain_grouped(rows, matrices, ends)
     out: Tensor = _Grouped.apply(rows, matrices, ends)  # type: ignore[no-untyped-call]  # torch's own
     return out

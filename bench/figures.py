@@ -160,9 +160,9 @@ def measured_sentences() -> list[str]:
         "**Measured on CPUs:** packing with prompts computed once makes a step of DPO "
         f"{gains['DPO']:.1f} times as fast as plain TRL, and one of GRPO, without its sampling, "
         f"{gains['GRPO']:.1f} times, for prompts of 512 to 1,023 tokens with completions of 32 "
-        "([how](docs/trainers.md#dpo-kto-grpo-and-rloo)); [long "
-        "completions](docs/evidence/trees.md) gain little. The third comparison above, with "
-        "smaller steps, also ran on 32 processes that plan and send messages, but sleep instead "
+        "([how](docs/trainers.md#dpo-kto-grpo-and-rloo)), and [little with long "
+        "ones](docs/evidence/trees.md). The comparison with the smallest degree, in smaller steps, also "
+        "ran on 32 processes that plan and send messages, but sleep instead "
         f"of computing: {min(reached)} to {max(reached)}×, with {min(predicted)} to "
         f"{max(predicted)}× predicted ([how](docs/evidence/emulated.md))."
     )

@@ -131,7 +131,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> None:
         )
     static = None
     if arguments.static:
-        static = best_static(machine, spec, list(map(np.array, steps)), gpus, longest=longest)
+        arrays = [np.array(lengths) for lengths in steps]
+        static = best_static(machine, spec, arrays, gpus, longest=longest, budgets=budgets)
     common = {
         "model.preset": arguments.model,
         **dict(override.split("=", 1) for override in overrides),
@@ -156,7 +157,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> None:
                     **about,
                     "splits": {"possible": outcome.possible, **counts(outcome)},
                     "best": best,
-                    **static_json(static),
+                    **({"static": static_json(static)} if arguments.static else {}),
                 }
             )
         )
@@ -225,16 +226,15 @@ def row(planned: PlannedSplit) -> dict[str, Any]:
     return {"domain": split.domain, "settings": split.settings, **figures, "memory": memory}
 
 
-def static_json(static: StaticSplit | None) -> dict[str, Any]:
-    """Returns the best split of a static run as plain values; nothing without one."""
+def static_json(static: StaticSplit | None) -> dict[str, Any] | None:
+    """Returns the best split of a static run as plain values; None without one."""
     if static is None:
-        return {}
-    values = {
+        return None
+    return {
         "settings": static.split.settings,
         "degree": static.degree,
         "step_s": static.step_s,
     }
-    return {"static": values}
 
 
 def static_line(static: StaticSplit | None, best: PlannedSplit) -> str:

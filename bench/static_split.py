@@ -2,7 +2,7 @@
 the order drawn, at the smallest power of two that holds the longest document."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from longctx.comparison.baselines import fixed_degree, place_fixed_static
@@ -14,7 +14,7 @@ from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 from split_cost import Machine, Split, profile_of
-from split_search import memory_of, possible_splits
+from split_search import BUDGETS, memory_of, possible_splits
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,21 @@ class Candidate:
 
 
 def best_static(
-    machine: Machine, spec: ModelSpec, steps: Sequence[Integers], gpus: int, *, longest: int
+    machine: Machine,
+    spec: ModelSpec,
+    steps: Sequence[Integers],
+    gpus: int,
+    *,
+    longest: int,
+    budgets: Sequence[int] = BUDGETS,
 ) -> StaticSplit | None:
     """Returns the fastest of all splits that hold documents of up to `longest` tokens, None if none
-    does.
+    does. `budgets`: tokens per rank.
 
     Splits are visited in ascending order of their bounds.
     """
-    candidates = list(_candidates(machine, spec, steps, gpus, longest=longest))
+    splits = possible_splits(spec, gpus, machine.profile.ranks_per_node, budgets)
+    candidates = list(_candidates(machine, spec, steps, splits, longest=longest))
     candidates.sort(key=lambda candidate: sum(candidate.bounds_ns))
     best = None
     least_ns = math.inf
@@ -67,10 +74,15 @@ def best_static(
 
 
 def _candidates(
-    machine: Machine, spec: ModelSpec, steps: Sequence[Integers], gpus: int, *, longest: int
+    machine: Machine,
+    spec: ModelSpec,
+    steps: Sequence[Integers],
+    splits: Iterable[Split],
+    *,
+    longest: int,
 ) -> Iterator[Candidate]:
     """Yields the splits with enough ranks for the longest document."""
-    for split in possible_splits(spec, gpus, machine.profile.ranks_per_node):
+    for split in splits:
         try:
             degree = fixed_degree(longest, split.domain, split.tokens_per_rank)
         except PlanError:

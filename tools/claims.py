@@ -115,7 +115,7 @@ CLAIMS = (
         (FIGURES, "project/test_docs.py::test_every_emulated_run_in_the_results_is_shown"),
         LARGE,
     ),
-    Claim("send messages, but sleep instead of computing", (FIGURES,), LARGE),
+    Claim("sleep instead of computing", (FIGURES,), LARGE),
     Claim(
         "one call does it",
         (

@@ -145,7 +145,7 @@ def install() -> str:
 
 def tour() -> str:
     """Returns the page of the tour."""
-    return section("Five-minute tour")
+    return section("Tour")
 
 
 def of_claims() -> str:

@@ -89,10 +89,13 @@ class RunMemory:
         assert self.store is not None
         keep_kv = bool(config.context.keep_kv)
         settings = config.changed({"context.keep_kv": keep_kv}).to_yaml()
-        if settings not in self._planned:
+        planned = self._planned.get(settings)
+        if planned is None:
             coming = first_plans(config, self.store, self.ranks, config.train.steps)
-            self._planned[settings] = PlannedSteps(coming)
-        return self._planned[settings].first(steps)
+            planned = PlannedSteps(coming)
+        plans = planned.first(steps)  # may raise, and would have no more plans then
+        self._planned[settings] = planned
+        return plans
 
     def peak(self, config: Config) -> Memory:
         """Returns the peak memory of the fullest rank."""

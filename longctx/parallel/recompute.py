@@ -87,7 +87,8 @@ def apply_recompute(
         place = keeping.ON_DEVICE
         if offload is not None:
             offload.outputs = mode == "selective"
-            place = keeping.Place(put=offload.keep, get=from_host)
+            if offload.outputs:
+                place = keeping.Place(put=offload.keep, get=from_host)
         forward = _recomputed(block.forward, _contexts_of(block, mode, place))
         if offload is not None:
             forward = partial(offload, forward)

@@ -130,7 +130,7 @@ def dynamic_context_parallel(
             if tokens_per_rank is None:
                 has_chunks = chunked is not None
                 tokens_per_rank = workload.tokens_that_fit(groups.ids, chunks=has_chunks)
-            refuse_long_completions(trainer.args, tokens_per_rank)
+            refuse_long_completions(trainer.args, tokens_per_rank, degree)
             notes = [
                 *_prepare_kernels(traits, workload.spec, kernel),
                 *notes_on_data(traits, tokens_per_rank * ranks, model_family.length_fields),

@@ -478,16 +478,22 @@ def notes_on_data(
                 )
 
 
-def refuse_long_completions(args: Any, tokens_per_rank: int) -> None:
+def refuse_long_completions(args: Any, tokens_per_rank: int, degree: int | None = None) -> None:
     """Raises TrainerError if a completion as long as a trainer may sample, after a prompt, has more
-    tokens than all ranks hold."""
+    tokens than the ranks hold that share it: all, or `degree`."""
     most = getattr(args, "max_completion_length", None)
     if most is None or not hasattr(args, "num_generations"):
         return
-    held = args.world_size * tokens_per_rank
+    ranks = args.world_size
+    if degree is not None:
+        ranks = degree
+    held = ranks * tokens_per_rank
+    whole = getattr(args, "vllm_max_model_length", None)
+    if args.use_vllm and whole is not None and whole <= held:
+        return  # the engine stops before
     if most >= held:
         raise TrainerError(
-            f"max_completion_length is {most:,}, but {args.world_size} ranks of "
+            f"max_completion_length is {most:,}, but {ranks} ranks of "
             f"{tokens_per_rank:,} tokens hold {held:,} with the prompt: give more "
             "tokens_per_rank, use more ranks, or lower max_completion_length"
         )

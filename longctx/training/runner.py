@@ -39,14 +39,21 @@ Scorer = Callable[[StepBatch], list[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyMicroBatch(MicroBatch):
-    """A micro-batch with its attention: schedules of messages and kernel calls."""
+    """A micro-batch with its attention: schedules of messages and kernel calls. One pass takes it,
+    as index tensors stay on the device as long as the attention does."""
 
-    attention: Any
+    ready: list[Any]
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, attention: Any) -> "ReadyMicroBatch":
         fields = vars(micro_batch)
-        return cls(**fields, attention=attention)
+        return cls(**fields, ready=[attention])
+
+    def take_attention(self) -> Any:
+        """Returns the attention the first time, None afterwards."""
+        if not self.ready:
+            return None
+        return self.ready.pop()
 
 
 class Position:
@@ -176,9 +183,10 @@ class ModelRunner:
         counted = None
         if number < len(batch.micro_batches):
             micro_batch = batch.micro_batches[number]
+            attention = None
             if isinstance(micro_batch, ReadyMicroBatch):
-                attention = micro_batch.attention
-            else:
+                attention = micro_batch.take_attention()
+            if attention is None:
                 attention = self._attention(batch.plan, micro_batch.layout)
             counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
         else:

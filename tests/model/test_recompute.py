@@ -2,6 +2,7 @@
 block inputs in host memory; gradients are the same."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -228,17 +229,76 @@ def test_gradients_of_kept_products_are_those_of_torch(
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_what_is_kept_may_not_change_in_place() -> None:
-    layer = torch.nn.Linear(4, 4)
+def in_place_before(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return KEPT_PRODUCTS.linear(x, weight, None).add_(1).square()
+
+
+def in_place_at_the_end(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = KEPT_PRODUCTS.linear(x.square(), weight, None)
+    out += x
+    return out
+
+
+def under_autocast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return KEPT_PRODUCTS.linear(x.square(), weight, None).float()
+
+
+def of_a_vector(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return KEPT_PRODUCTS.linear(x[0].square(), weight, None)
+
+
+@pytest.mark.parametrize(
+    "block", [in_place_before, in_place_at_the_end, under_autocast, of_a_vector]
+)
+def test_products_that_cannot_be_kept_are_computed_again(
+    block: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Their outputs change in place, or torch computes them itself."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    contexts = partial(keeping.contexts, products="all")
+    wanted = torch.autograd.grad(block(x, weight).sum(), (x, weight))
+    out = checkpoint(block, x, weight, use_reentrant=False, context_fn=contexts).sum()
+    for found, right in zip(torch.autograd.grad(out, (x, weight)), wanted, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_other_outputs_that_are_kept_may_not_change_in_place() -> None:
+    """They may have sent messages, which others do not await again."""
     x = torch.randn(3, 4, requires_grad=True)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return KEPT_PRODUCTS.linear(x, layer.weight, None).add_(1).square()
+        return keeping.kept(torch.mul)(x, 2).add_(1).square()
 
-    contexts = partial(keeping.contexts, products="all")
-    out = checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum()
+    out = checkpoint(block, x, use_reentrant=False, context_fn=keeping.contexts).sum()
     with pytest.raises(RuntimeError, match="changed in place"):
         out.backward()
+
+
+class InPlace(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x).add_(1).square())
+        return out
+
+
+@pytest.mark.parametrize("mode", ["norms", "mlp"])
+def test_offloaded_blocks_may_change_products_in_place(mode: str) -> None:
+    torch.manual_seed(0)
+    block = InPlace()
+    x = torch.randn(3, 4, requires_grad=True)
+    wanted = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
+    model: Any = SimpleNamespace(layers=[block])
+    apply_recompute(model, mode, offload=Offload())
+    found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
+    for ours, right in zip(found, wanted, strict=True):
+        assert torch.equal(ours, right)
 
 
 def test_with_tiles_the_mlp_is_repeated_by_tile_only() -> None:

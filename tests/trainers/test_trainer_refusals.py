@@ -111,12 +111,22 @@ def test_batches_that_cannot_be_split_are_refused(
 
 
 def test_completions_that_ranks_cannot_hold_are_refused() -> None:
-    args = SimpleNamespace(max_completion_length=256, num_generations=2, world_size=2)
+    args = SimpleNamespace(
+        max_completion_length=256, num_generations=2, world_size=2, use_vllm=False
+    )
     with pytest.raises(
         TrainerError, match="256, but 2 ranks of 128 tokens hold 256 with the prompt"
     ):
         refuse_long_completions(args, 128)
     refuse_long_completions(args, 129)
+    with pytest.raises(TrainerError, match="256, but 1 ranks of 129 tokens hold 129"):
+        refuse_long_completions(args, 129, degree=1)
+    args.use_vllm = True
+    args.vllm_max_model_length = 250
+    refuse_long_completions(args, 128)
+    args.vllm_max_model_length = 257
+    with pytest.raises(TrainerError, match="256, but 2 ranks"):
+        refuse_long_completions(args, 128)
     args.max_completion_length = None
     refuse_long_completions(args, 1)
     samples_nothing = SimpleNamespace(max_completion_length=256, world_size=2)

@@ -14,7 +14,9 @@ from longctx.attention import Mask, RingAttention, ring
 from longctx.attention.ring_schedule import ExchangeRound, Hop, RingSchedule
 from longctx.attention.segment_builder import Call, RowSet
 from longctx.attention.ulysses import HybridAttention
+from longctx.data.packing import empty_micro_batch
 from longctx.planning.layout import Layout, Placement
+from longctx.training.runner import ReadyMicroBatch
 from tests.marks import slow_unless
 from tests.training_cases import start
 from tests.workers import Workers
@@ -93,3 +95,11 @@ def test_index_tensors_are_copied_when_a_layer_needs_them(workers: Workers) -> N
     """Those of a whole step would take memory of the device, and the loader's thread would copy
     them in a stream of its own."""
     workers.run(attention_on_meta, 2)
+
+
+def test_one_pass_takes_the_attention_of_a_micro_batch() -> None:
+    """Its index tensors leave the device with it, not with the step."""
+    attention = object()
+    ready = ReadyMicroBatch.of(empty_micro_batch(0, 0), attention)
+    assert ready.take_attention() is attention
+    assert ready.take_attention() is None
