@@ -188,6 +188,8 @@ def why_not_run(command: list[str]) -> str:
     installs = {"pip", "venv"} & set(command)
     if arguments is None and (command[0] != "python" or installs):
         return "installs, serves or schedules, or tests/project/test_examples.py runs it"
+    if "s3://" in text:
+        return "needs object storage: tests/data/test_remote_stores.py has one"
     if re.search(r"--processes 8|--nproc-per-node 8|-node 4|--nnodes", text):
         return "more devices than two cores"
     if re.search(

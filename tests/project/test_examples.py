@@ -150,7 +150,7 @@ def test_every_script_starts(
     at once."""
     if script.stem in NEEDS:
         pytest.importorskip(NEEDS[script.stem])
-    if script.stem in ("ask", "trl_two_gpus"):
+    if script.stem in ("ask", "denoise", "trl_two_gpus"):
         compile(script.read_text("utf-8"), script, "exec")
         return
     monkeypatch.syspath_prepend(str(EXAMPLES))
