@@ -161,9 +161,9 @@ def measured_sentences() -> list[str]:
         f"{gains['DPO']:.1f} times as fast as plain TRL, and one of GRPO, without its sampling, "
         f"{gains['GRPO']:.1f} times, for prompts of 512 to 1,023 tokens with completions of 32 "
         "([how](docs/trainers.md#dpo-kto-grpo-and-rloo)), and [little with long "
-        "ones](docs/evidence/trees.md). The comparison with the smallest degree, in smaller steps, also "
-        "ran on 32 processes that plan and send messages, but sleep instead "
-        f"of computing: {min(reached)} to {max(reached)}×, with {min(predicted)} to "
+        "ones](docs/evidence/trees.md). The comparison with the smallest degree, in smaller "
+        "steps, also ran on 32 processes that plan and send messages, but sleep instead of "
+        f"computing: {min(reached)} to {max(reached)}×, with {min(predicted)} to "
         f"{max(predicted)}× predicted ([how](docs/evidence/emulated.md))."
     )
 

@@ -507,8 +507,9 @@ def peak_bytes(run: Run) -> int:
     With `whole_logits` the loss keeps all logits and their gradients, with 12 bytes or as many as
     are given; with `bf16_states` weights, gradients and moments have two bytes instead of four;
     with `float32_frozen` frozen weights have four; with `whole_weights` all weights of a rank are
-    there in two bytes, as Megatron's distributed optimizer keeps them. With `gathered_kv` attention holds K and V of all
-    ranks, and gradients of one rank's at a time, as PyTorch's ring does by default.
+    there in two bytes, as Megatron's distributed optimizer keeps them. With `gathered_kv` attention
+    holds K and V of all ranks, and gradients of one rank's at a time, as PyTorch's ring does by
+    default.
     """
     config, vocabulary = settings(run)
     spec = replace(config.model_source(vocabulary).spec, vocab_size=vocabulary)

@@ -3,10 +3,11 @@
     python -m bench.published_shapes h100=FILE h200=FILE a100=FILE    # a minute; writes others.md
 
 The files are measured products in bfloat16 of NVIDIA's aiconfigurator at 095f58a, in
-aic-core/src/aiconfigurator_core/systems/data/{h100_sxm,h200_sxm,a100_sxm}/gemm/sglang/ (0.5.14, 0.5.14, 0.5.10):
-seconds by rows, outputs and inputs. Each of the three products of a matrix, forward and backward, gets the
-share of the peak that was measured for its shape, between measured shapes by logarithms; constants
-are then fitted anew, without each source. Rows of experts are taken together.
+aic-core/src/aiconfigurator_core/systems/data/{h100_sxm,h200_sxm,a100_sxm}/gemm/sglang/ (0.5.14,
+0.5.14, 0.5.10): seconds by rows, outputs and inputs. Each of the three products of a matrix,
+forward and backward, gets the share of the peak that was measured for its shape, between measured
+shapes by logarithms; constants are then fitted anew, without each source. Rows of experts are taken
+together.
 """
 
 import itertools

@@ -116,7 +116,7 @@ def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
 FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the number of experts": (
         "model.overrides.num_experts",
-        lambda config, spec: max(layer.experts for layer in spec.layers),
+        lambda config, spec: spec.experts,
     ),
     "the bias of the router": (  # which no family of checkpoints that the native decoder runs has
         "model.overrides.router_bias",

@@ -392,7 +392,7 @@ def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator
 def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """Checks that the experts can be split evenly over ranks."""
     parallel = config.parallel
-    experts = spec.largest_layer.experts
+    experts = spec.experts
     expert = parallel.expert_parallel_size
     tensor = parallel.tensor_parallel_size
     if experts % (expert * tensor) == 0:

@@ -48,7 +48,7 @@ def join_run(
 def sizes_of_groups(config: Config) -> dict[str, Any]:
     """Returns the sizes of the groups of a run, as arguments of `make_groups`."""
     parallel = config.parallel
-    mixture = config.model_source().spec.largest_layer.experts
+    mixture = config.model_source().spec.experts
     return {
         "tensor": parallel.tensor_parallel_size,
         "pipeline": parallel.pipeline_parallel_size,

@@ -12,6 +12,7 @@ import pytest
 
 from longctx import config
 from longctx.config import ConfigError, process_rules, rules
+from longctx.training.build import sizes_of_groups
 from tests.config import test_config
 from tests.family_cases import build
 
@@ -221,7 +222,12 @@ def test_every_row_refuses_an_example(module: ModuleType, packages: set[str]) ->
 
 
 def test_experts_count_where_the_first_layer_is_the_largest() -> None:
-    """A dense one, as in DeepSeek's models."""
+    """A dense one, as in DeepSeek's models. Its experts are split over ranks, and evenly."""
     given = [MIXTURE, "model.vocab_size=100", "model.overrides.moe_intermediate_size=16"]
     found = config.load(None, [*given, "data.store=unused"])
     assert found.model.sizes().spec.largest_layer.experts == 0
+    over_two = [*given, "data.store=unused", "parallel.expert_parallel_size=2"]
+    assert sizes_of_groups(config.load(None, over_two, world_size=2))["expert"] == 2
+    over_three = [*given, "data.store=unused", "parallel.expert_parallel_size=3"]
+    with pytest.raises(ConfigError, match="expert_parallel_size"):
+        config.load(None, over_three, world_size=3)

@@ -56,14 +56,13 @@ class ShardedStates:
         """Returns the states of a rank that does `work`, for a model whose weights are gathered in
         `dtype`."""
         split = work.tensor * pipeline_ranks
-        has_experts = any(layer.experts for layer in spec.layers)
         return cls(
             shards=shards,
             gathers=gathers,
             element_bytes=ELEMENT_BYTES[dtype],
             reduces_each=reduces_each,
             trained=spec.trained_parameters / split,
-            waits=has_experts and work.expert_ranks == 1,
+            waits=spec.experts > 0 and work.expert_ranks == 1,
         )
 
     def gathered(self, work: RankWork) -> float:

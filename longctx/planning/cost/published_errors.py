@@ -41,7 +41,7 @@ def kind_of(spec: ModelSpec, *, float8: bool) -> str:
         return "in float8"
     if spec.adapted:
         return "with adapters"
-    if any(layer.is_mixture for layer in spec.layers):
+    if any(layer.expert_rows for layer in spec.layers):
         return "with experts"
     return "of all weights"
 

@@ -175,10 +175,11 @@ class LayerSpec:
         return max((matrix.count for matrix in self.of("expert")), default=0)
 
     @property
-    def is_mixture(self) -> bool:
-        """Whether tokens use some of several experts, of this decoder or in transformers' own
-        code, whose stacked experts have no role."""
-        return self.experts > 0 or self.idle_parameters > 0
+    def expert_rows(self) -> int:
+        """Rows that a token has in experts: of this decoder, or stacked ones in transformers' own
+        code, which have no role. 0 without experts."""
+        used = (matrix.used for matrix in self.model_matrices if matrix.count > 1)
+        return max(used, default=0)
 
     @property
     def experts_per_token(self) -> int:
@@ -301,6 +302,11 @@ class ModelSpec:
         return max(self.layers, key=lambda layer: layer.parameters)
 
     @property
+    def experts(self) -> int:
+        """Number of experts of a layer that has some; 0 without. The largest layer may be dense."""
+        return max(layer.experts for layer in self.layers)
+
+    @property
     def selects_keys(self) -> bool:
         return any(layer.selection_bytes + layer.lent_bytes > 0 for layer in self.layers)
 
@@ -310,7 +316,7 @@ class ModelSpec:
         attention and selected keys are not."""
         if self.selects_keys:
             return False
-        return not any(layer.is_mixture or layer.scan for layer in self.layers)
+        return not any(layer.expert_rows or layer.scan for layer in self.layers)
 
     @property
     def sends_latents(self) -> bool:

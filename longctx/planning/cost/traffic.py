@@ -145,13 +145,8 @@ def _elementwise(layer: LayerSpec, *, compiled: bool) -> float:
         passes.stream * layer.hidden_size
         + passes.rotation * rotated
         + passes.activation * layer.intermediate_size
-        + ROUTING * _routed(layer) * layer.hidden_size
+        + ROUTING * layer.expert_rows * layer.hidden_size
     )
-
-
-def _routed(layer: LayerSpec) -> int:
-    """Returns the number of rows that a token has in experts, of whichever role."""
-    return max((matrix.used for matrix in layer.model_matrices if matrix.count > 1), default=0)
 
 
 def adapter_values(
