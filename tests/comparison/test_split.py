@@ -450,7 +450,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_static_run_on_its_own_best_split(capsys: pytest.CaptureFixture[str]) -> None:
     """Its search is that of bench/scaling.py, which tests/bench compares with every split."""
-    command = [*COMMAND, "--model", "llama-3.2-1b", "--static"]
+    command = [*COMMAND[:-1], "2048", "--model", "llama-3.2-1b", "--static"]
     main([*command, "--json"])
     found = json.loads(capsys.readouterr().out)
     main(command)
@@ -461,7 +461,8 @@ def test_a_static_run_on_its_own_best_split(capsys: pytest.CaptureFixture[str]) 
     assert f"The first split is {gain:.2f} times as fast as a static run on its own best" in said
     assert f"s a step at degree {static['degree']} for all (tp " in said
     budget = static["settings"]["batch.tokens_per_rank"]
-    assert static["degree"] * int(budget) >= 24_000
+    assert int(budget) == 2048, "as given, though 4,096 are faster"
+    assert 2 <= static["degree"] <= 8
     assert static_line(None, SimpleNamespace(step_s=1.0)) == (
         "No split holds a static run of these documents."
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from longctx.planning.hardware_profile import (
     shipped_profiles,
 )
 from longctx.planning.pipeline import Pipeline
-from longctx.planning.plan import Plan
+from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
 from longctx.training.data import first_plans, make_planner
@@ -632,9 +633,16 @@ def test_each_step_is_planned_once(store: Path, monkeypatch: pytest.MonkeyPatch)
     assert _timeless(memory.plans(config, 1)) == expected[:1]
     assert len(planned) == 3
     kept = config.changed({"context.keep_kv": True})
+    fails = RunMemory(config.model.shape(257).spec, opened, 8, False)
+    with monkeypatch.context() as broken:
+        broken.setattr("longctx.training.data.plan_step", mock.Mock(side_effect=PlanError("no")))
+        with pytest.raises(PlanError):
+            fails.plans(config, 2)
+    assert _timeless(fails.plans(config, 2)) == expected[:2], "what failed is not kept"
+    planned.clear()
     of_kept = _timeless(first_plans(kept, opened, ranks=8, steps=2))
     assert _timeless(memory.plans(kept, 2)) == of_kept
-    assert len(planned) == 7
+    assert len(planned) == 4
 
 
 def _timeless(plans: Iterable[Plan]) -> list[Plan]:

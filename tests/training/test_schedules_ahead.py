@@ -14,7 +14,7 @@ from longctx.attention import Mask, RingAttention, ring
 from longctx.attention.ring_schedule import ExchangeRound, Hop, RingSchedule
 from longctx.attention.segment_builder import Call, RowSet
 from longctx.attention.ulysses import HybridAttention
-from longctx.data.packing import empty_micro_batch
+from longctx.data.packing import StepBatch, empty_micro_batch
 from longctx.planning.layout import Layout, Placement
 from longctx.training.runner import ReadyMicroBatch
 from tests.marks import slow_unless
@@ -41,10 +41,19 @@ def builders(store: Path, run: Path, settings: list[str]) -> set[str]:
 
     def losses(folder: Path, ahead: bool) -> list[tuple[float, float]]:
         trainer = start(store, folder, settings)
-        if not ahead:
-            trainer.loader.finish = lambda batch: batch
+        finish = trainer.loader.finish
+        batches = []
+
+        def finishing(batch: StepBatch) -> StepBatch:
+            batches.append(finish(batch) if ahead else batch)
+            return batches[-1]
+
+        trainer.loader.finish = finishing
         with trainer.loader:
             steps = [trainer.step() for _ in range(3)]
+        if ahead:
+            trained = [each for batch in batches[:3] for each in batch.micro_batches]
+            assert not any(each.ready for each in trained), "what one pass took is gone"
         return [(step.loss, step.grad_norm) for step in steps]
 
     with mock.patch.object(ring.RingSchedule, "build", building):
