@@ -1,6 +1,7 @@
 """Sizes of models of transformers, from their parameters and the many names of their configs."""
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,9 @@ EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 """Names in configs of the number of experts, the experts per token, the width of an expert, and the
 width of an MLP."""
+NORM_OF_QUERIES = re.compile(r"(^|\.)(q|query)_(layer)?norm$")
+NORM_OF_KEYS = re.compile(r"(^|\.)(k|key)_(layer)?norm$")
+"""Names of modules that normalize the heads of queries, and of keys."""
 
 
 def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelSpec:
@@ -58,7 +62,14 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelS
         tie_word_embeddings=head is not None and head.weight is embedding,
         attention_softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
         causal=causal,
+        composed=_composes_norms(blocks),
     )
+
+
+def _composes_norms(blocks: Iterable[nn.Module]) -> bool:
+    """Returns whether the norms of blocks are transformers' own, of simple operations."""
+    modules = itertools.chain.from_iterable(block.modules() for block in blocks)
+    return not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in modules)
 
 
 def spec_of_seq2seq(hf: Any) -> ModelSpec:
@@ -84,6 +95,7 @@ def spec_of_seq2seq(hf: Any) -> ModelSpec:
         tie_word_embeddings=head is not None and head.weight is embedding,
         attention_softcap=getattr(decoder.config, "attn_logit_softcapping", None) or 0.0,
         encoder_layers=len(read),
+        composed=_composes_norms((*encoder.layers, *decoder.layers)),
     )
     whole = sum(parameter.numel() for parameter in hf.parameters())
     # The encoder's embedding and last norm.
@@ -104,6 +116,7 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     if getattr(config, "kv_lora_rank", None):
         kv_heads = heads
         head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
+    head_dim = head_dim or config.hidden_size // heads
     width = _first(config, WIDTHS) or 4 * config.hidden_size
     if any(map(stacks_experts, block.parameters())):  # blocks without experts may come first
         width = (_first(config, EXPERT_WIDTHS) or width) * chosen
@@ -115,17 +128,26 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=head_dim or config.hidden_size // heads,
+        head_dim=head_dim,
         intermediate_size=width,
         matrices=tuple(
             _matrix(weight, experts, chosen) for weight in parameters if weight.dim() > 1
         ),
         vectors=sum(weight.numel() for weight in parameters if weight.dim() == 1),
+        attention_norms=_norms_of_heads(block, heads, kv_heads) * head_dim,
         scan=scans[0] if scans else None,
         latent=next(
             (_latent(config, layer) for layer in block.modules() if has_latents(layer)), NO_LATENT
         ),
     )
+
+
+def _norms_of_heads(block: nn.Module, heads: int, kv_heads: int) -> int:
+    """Returns how many heads of queries and keys are normalized."""
+    names = [name for name, _ in block.named_modules()]
+    of_queries = sum(NORM_OF_QUERIES.search(name) is not None for name in names)
+    of_keys = sum(NORM_OF_KEYS.search(name) is not None for name in names)
+    return of_queries * heads + of_keys * kv_heads
 
 
 def _matrix(weight: torch.Tensor, experts: int, chosen: int) -> Matrix:

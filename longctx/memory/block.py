@@ -46,10 +46,11 @@ class BlockMemory:
 
     Attributes:
         element_bytes: bytes of an element in the compute dtype.
+        composed: whether norms and MLP are simple operations, each of which keeps its result.
         whole_norms: whether a norm is one operation, which keeps only its input.
         normed: output of a norm, gathered for tensor-parallel matrices.
-        norm: kept by a norm: its input; if it is composed of simple float32 operations also the
-            normalized input, which the weight gradient needs.
+        norm: kept by a norm: its input; if it is composed of simple operations a copy in float32,
+            and the normalized input, which the weight gradient needs.
         queries: Q, and also the output of attention.
         kv_row, keys: K and V of one token, and of all tokens on the rank.
         sent_row: what split documents send of one token: K and V, or its latent.
@@ -68,13 +69,11 @@ class BlockMemory:
         self.tokens = load.tokens
         self.tensor_ranks = config.parallel.tensor_parallel_size
         self.element_bytes = ELEMENT_BYTES[config.dtype]
-        self.whole_norms = fused
+        self.composed = spec.composed and not config.compiles("cuda" if fused else "cpu", spec)
+        self.whole_norms = fused and not self.composed
         self.stream = self._size(spec.hidden_size)
         self.normed = self.stream * self.tensor_ranks
-        if self.whole_norms:
-            self.norm_bytes = self.element_bytes
-        else:
-            self.norm_bytes = FLOAT32 if spec.adapted else 2 * FLOAT32
+        self.norm_bytes = self._norm_bytes(frozen=spec.adapted)
         self.norm = self._size(spec.hidden_size, self.norm_bytes)
         self.queries = self._size(layer.num_attention_heads * layer.head_dim)
         self.kv_row = (
@@ -84,19 +83,11 @@ class BlockMemory:
         self.keys = self.kv_row * load.tokens
         self.swapped_keys = self.keys * load.kv_copies
         self.log_sum_exp = self._size(layer.num_attention_heads, FLOAT32)
-        # Experts that are split over ranks may get more tokens than their even share.
-        sends_tokens = (
-            layer.experts > 0 and config.parallel.expert_parallel_size * self.tensor_ranks > 1
-        )
-        if sends_tokens:
-            at_once = round(load.tokens * config.expert_max_load)
-        else:
-            at_once = load.tokens
-        at_once = min(self.train.mlp_tile_tokens or at_once, at_once)
+        at_once = self._tokens_at_once(config)
         in_turns = layer.routed_size or layer.intermediate_size
         self.turn = at_once * in_turns * self.element_bytes // self.tensor_ranks
         self.mlp = self.turn + self._size(layer.intermediate_size - in_turns)
-        self.routed = self._size(layer.experts_per_token * spec.hidden_size)
+        self.routed = self._size(layer.expert_rows * spec.hidden_size)
         self.routed_at_once = at_once * self.routed // max(1, load.tokens)
         self.swapped_share = load.swapped / load.tokens if load.tokens else 0.0
         # The first norm keeps the block's input itself, unless it keeps a copy in float32.
@@ -116,6 +107,25 @@ class BlockMemory:
             *self._swap(),
             *self._mlp(),
         )
+
+    def _tokens_at_once(self, config: Config) -> int:
+        """Returns the tokens of a tile or turn of the MLP. Experts that are split over ranks may
+        get more than their even share."""
+        ranks = config.parallel.expert_parallel_size * self.tensor_ranks
+        at_once = self.tokens
+        if self.layer.experts > 0 and ranks > 1:
+            at_once = round(self.tokens * config.expert_max_load)
+        return min(self.train.mlp_tile_tokens or at_once, at_once)
+
+    def _norm_bytes(self, *, frozen: bool) -> int:
+        """Returns the bytes that a norm keeps of a value; `frozen`: its weight is."""
+        if self.whole_norms:
+            return self.element_bytes
+        if frozen:
+            return FLOAT32
+        if self.composed:
+            return FLOAT32 + self.element_bytes
+        return 2 * FLOAT32
 
     @property
     def outputs_offloaded(self) -> bool:
@@ -228,6 +238,16 @@ class BlockMemory:
         if self.train.mlp_tile_tokens:
             return whole
         return 0
+
+    @property
+    def mlp_gradients(self) -> int:
+        """Gradients in the backward of the MLP: of its first matrices' outputs, of experts' rows
+        and of the output. Simple operations put rows in order and weigh them, which has three
+        copies of all rows."""
+        gradients = 2 * self.mlp + self.routed
+        if self.composed:
+            gradients = max(gradients, 3 * self.routed)
+        return gradients + self.stream
 
     def kept(self, mode: str, part: str | None = None) -> int:
         """Returns the bytes that a mode of recomputation keeps, in all parts or in one."""

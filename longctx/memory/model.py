@@ -394,12 +394,7 @@ class RankMemory:
         yield self._in_block(
             "backward of the last MLP",
             activations=activations,
-            working=recomputed
-            + block.tile
-            + 2 * block.mlp
-            + block.routed
-            + block.stream
-            + gathered,
+            working=recomputed + block.tile + block.mlp_gradients + gathered,
             remote_kv=self.kept_in_block,
         )
         yield self._in_block(  # after the MLP's backward, when its activations are freed

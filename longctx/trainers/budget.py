@@ -136,6 +136,7 @@ class Workload:
             f"train.device={args.device.type}",
             f"train.dtype={'bfloat16' if in_bfloat16 else 'float32'}",
             f"train.recompute={'full' if traits.recomputes else 'none'}",
+            "train.compile=false",  # which is refused
             f"parallel.shard_ranks={ranks if traits.trainer.is_fsdp_enabled else 1}",
         ]
         config = load(None, settings, world_size=ranks)

@@ -4,7 +4,7 @@ Settings are those of a run like the trainer's (`longctx.trainers.budget`), whos
 changed by itself: what is not sharded and not recomputed there stays so.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longctx.config import Config
@@ -70,6 +70,7 @@ def predict_trl(
     holds, or what the longest document needs. Raises UserError for settings that trainers lack.
     """
     config = _as_trainer(given, ranks, sharding)
+    spec = replace(spec, composed=True)
     on_gpus = config.train.device == "cuda"
     of_run = RunMemory(spec, documents, ranks, on_gpus)
     named = scaled_profile(config, spec, ranks, queries_first=True)
@@ -131,6 +132,7 @@ def _as_trainer(given: Config, ranks: int, sharding: Sharding) -> Config:
             "data.long_documents": long_documents,
             "parallel.shard_ranks": shard_ranks,
             "train.recompute": recompute,
+            "train.compile": False,
             "train.fit_memory": False,
         }
     )

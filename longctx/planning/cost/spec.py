@@ -280,6 +280,8 @@ class ModelSpec:
         tower_values: values that it keeps for backward for a token of an image.
         tower: its sizes, from which its operations are counted; None without one.
         tower_adapters: parameters of LoRA's matrices in it; all others are then frozen.
+        composed: whether norms and MLPs are simple operations, each of which keeps its result, as
+            in transformers' own code, unless blocks are compiled.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -295,6 +297,7 @@ class ModelSpec:
     tower_values: int = 0
     tower: TowerSpec | None = None
     tower_adapters: int = 0
+    composed: bool = False
 
     @property
     def largest_layer(self) -> LayerSpec:
