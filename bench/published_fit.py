@@ -56,6 +56,10 @@ SHEETS = {
     "mi300x": DataSheet(1307e12, 5.3e12, "cdna"),
 }
 """An L40S and an RTX 4090 are taken to reach the shares of Hopper, which is a guess."""
+UNSHIPPED = {"h100-hbm2e": DataSheet(912e12, 2.4e12, "hopper")}
+"""Data sheets of GPUs that published runs had and no profile is for: torchtitan's H100s, which have
+2.4 TB/s and a peak between those of SXM and NVL, 989 and 835 TFLOP/s, of which this is the middle
+(its benchmarks/llama3_h100_202412_torchtitan.md)."""
 LAUNCH_S = 0.05
 """Seconds of a micro-batch of 32 layers beside its tokens, a guess."""
 BLACKWELL_PRODUCTS, BLACKWELL_ATTENTION = 1.67, 1.9
@@ -122,10 +126,13 @@ STEPS = (0.3, 0.1, 0.03, 0.01, 0.003)
 """Factors that the search tries to change constants by."""
 
 
-def profile_of(gpu: str, constants: Constants, known: RankWork) -> HardwareProfile:
+def profile_of(
+    gpu: str, constants: Constants, known: RankWork, sheet: DataSheet | None = None
+) -> HardwareProfile:
     """Returns the profile of a GPU by these constants, for the model that profiles describe and
-    that does the work `known`."""
-    sheet = SHEETS[gpu]
+    that does the work `known`. With `sheet`, its rates are of another data sheet."""
+    if sheet is None:
+        sheet = SHEETS[gpu]
     memory_bytes_per_s = constants.memory * sheet.memory
     profile = HardwareProfile.load(gpu)
     products = constants.share("products", sheet.family) * sheet.flops
@@ -167,7 +174,8 @@ def _number(value: float) -> str:
 
 def predicted_s(case: Case, constants: Constants, causes: tuple[str, ...] = CAUSES) -> float:
     """Predicts the seconds of a step."""
-    profile = profile_of(case.run.gpu, constants, case.described_work(causes))
+    sheet = UNSHIPPED.get(case.run.other.get("sheet", ""))
+    profile = profile_of(case.run.gpu, constants, case.described_work(causes), sheet)
     return case.seconds(profile, float8=constants.float8, causes=causes)
 
 

@@ -3,17 +3,23 @@
 `published_runs.csv` has a run per line: its source, model, GPUs and split, what was measured, and
 what was assumed. Sources:
 
-- TRL, pull request 6845; torchtune, README.md at 0031bfb; ms-swift, examples/ and its quick start
+- TRL, pull request 6845 and, with activations on the host, accelerate's 4175: in float32, which
+  accelerate casts to (fsdp_utils.py); from 30B on with weights and optimizer on the host, and the
+  32B's MLP cut by a function that keeps what it cut (TRL's 6846). torchtune, README.md at 0031bfb;
+  ms-swift, examples/ and its quick start
 - torchtitan, benchmarks/ at 31a17bf and 1af2937; its attention is FlashAttention 2
-  (models/attention.py there), its float8 torchao's (`casts`)
+  (models/attention.py there), its float8 torchao's (`casts`); selective recomputation computes
+  every second product again (`every_second`; parallelize_llama.py at 9dec370), and the loss is
+  compiled from 2025 on (components/loss.py at e7c0cae)
 - llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48: every row in bf16 on H100s and A100s
   of 80 GB, from 1B and from 2,048 tokens
 - NeMo AutoModel, docs/performance-summary.mdx (softmax attention) and examples/llm_benchmark/ at
   36044ad: DeepEP sends a row once to each GPU with experts of it, one or two by their balanced gate
   (`expert_ranks`); adapters by `use_triton` (`triton_lora`); Megatron Bridge,
-  docs/performance-summary-archive.md (25.11, H100s, without Qwen3 in float8); NeMo 24.07,
-  docs/source/performance/ at 070a0bb and 0aa2671. Both compute tensor-parallel products while
-  their messages travel (`tp_overlap`; "Communication Overlap" in their guides)
+  docs/performance-summary-archive.md at 067f987 (H100s: 25.11, and later releases with other
+  batches; without Qwen3 in float8, and without 25.11's gpt-oss, whose accumulation contradicts its
+  split); NeMo 24.07, docs/source/performance/ at 070a0bb and 0aa2671. Both compute tensor-parallel
+  products while their messages travel (`tp_overlap`; "Communication Overlap" in their guides)
 - prime-rl, benchmarks/baselines/ at 559b447: Qwen3 on H100s and H200s, every run that succeeded;
   its head, loss and experts are src/prime_rl/trainer/models/layers/lm_head.py, utils.py and
   layers/moe.py at a127150
@@ -209,6 +215,7 @@ def settings(run: Run) -> tuple[Config, int]:
         "offload": {"train.offload_activations": "true"},
         "offload_optimizer": {"train.offload_optimizer": "true"},
         "eager": {"train.compile": "false"},
+        "composed": {"train.compile": "false"},
         "reduce": {"parallel.reduce_after": "micro_batch"},
         "shard": {"parallel.shard_ranks": run.other.get("shard")},
         "mlp_tile": {"train.mlp_tile_tokens": 2048},
@@ -442,10 +449,24 @@ def _of_stack(run: Run, spec: ModelSpec, work: RankWork) -> RankWork:
     if "triton_lora" in run.other:
         moved = adapter_values(spec.layers, TRITON_ADAPTERS, repeated=run.recompute == "full")
         traffic = traffic._replace(adapters=2 * moved / work.tensor)
+    if "every_second" in run.other:
+        work = replace(work, computed=work.computed + _every_second(spec) / 3 / work.tensor)
     if "casts" in run.other:
         casts = float8_casts(spec.layers, run.recompute, tensor=work.tensor)
         traffic = traffic._replace(products=traffic.products + casts)
     return replace(work, traffic=traffic)
+
+
+def _every_second(spec: ModelSpec) -> int:
+    """Returns the parameters whose products torchtitan's selective recomputation computes again,
+    less those of `mlp`: every second product of a block (K, output and gate), in place of the
+    MLP's first two."""
+    parameters = 0
+    for layer in spec.layers:
+        keys = layer.num_key_value_heads * layer.head_dim
+        values = layer.num_attention_heads * layer.head_dim
+        parameters += layer.hidden_size * (keys + values - layer.intermediate_size)
+    return parameters
 
 
 def _loss_work(run: Run, spec: ModelSpec, *, tensor: int) -> LossWork:
@@ -509,10 +530,15 @@ def peak_bytes(run: Run) -> int:
     with `float32_frozen` frozen weights have four; with `whole_weights` all weights of a rank are
     there in two bytes, as Megatron's distributed optimizer keeps them. With `gathered_kv` attention
     holds K and V of all ranks, and gradients of one rank's at a time, as PyTorch's ring does by
-    default.
+    default. With `composed` the blocks are transformers' own; with `sdpa` they copy the output of
+    attention, and with `tiles` the backward of an MLP has one tile.
     """
     config, vocabulary = settings(run)
-    spec = replace(config.model_source(vocabulary).spec, vocab_size=vocabulary)
+    spec = replace(
+        config.model_source(vocabulary).spec,
+        vocab_size=vocabulary,
+        composed="composed" in run.other,
+    )
     logits = 0
     if "whole_logits" in run.other:
         per_logit = int(run.other["whole_logits"] or 12)
@@ -535,8 +561,53 @@ def peak_bytes(run: Run) -> int:
         more += max(0, whole - moment.gathered_weights)
         if moment.remote_kv:
             more += gathered
+        if "zero3" in run.other:
+            more += _zero3_bytes(run, spec)
+        if moment.moment.startswith(IN_BLOCK):
+            more += _block_bytes(run, spec, moment.moment)
+        if "every_second" in run.other and moment.activations:
+            more += _kept_products_bytes(run, spec)
         found.append(moment.total - moment.device - saved + frozen + more)
     return max(found)
+
+
+IN_BLOCK = "backward of the last MLP", "backward of the last attention"
+"""Moments in the backward of a block."""
+TILE = 16_384
+"""Tokens of a tile of TRL's MLP."""
+
+
+def _block_bytes(run: Run, spec: ModelSpec, moment: str) -> int:
+    """Returns what a block of the stack holds beside ours in backward."""
+    layer = spec.largest_layer
+    width = 2 * run.tokens_per_rank
+    held = 0
+    if "sdpa" in run.other:
+        held += width * layer.num_attention_heads * layer.head_dim
+    if "tiles" in run.other and moment == IN_BLOCK[0]:
+        outside = run.tokens_per_rank - TILE
+        held -= 2 * 2 * outside * layer.intermediate_size
+    return held
+
+
+def _zero3_bytes(run: Run, spec: ModelSpec) -> int:
+    """Returns what DeepSpeed's stage 3 holds beside, with its optimizer on the CPU: shards of
+    weights in two bytes, and its bucket of gradients (`reduce_bucket_size` of
+    deepspeed/runtime/zero/config.py at 1b88ac3, `__ipg_bucket_flat_buffer` of stage3.py)."""
+    bucket = 500_000_000
+    return 2 * (spec.parameters // run.gpus + bucket)
+
+
+def _kept_products_bytes(run: Run, spec: ModelSpec) -> int:
+    """Returns the bytes that torchtitan's selective recomputation keeps beside those of `mlp`: of
+    every block the output of the MLP's first matrix, but not K. Compiled blocks do not keep what
+    their backward does not need: the MLP's output."""
+    values = 0
+    for layer in spec.layers:
+        values += layer.intermediate_size - layer.num_key_value_heads * layer.head_dim
+        if "composed" not in run.other:
+            values -= layer.hidden_size
+    return 2 * values * run.tokens_per_rank // run.tp
 
 
 def _gathered_kv_bytes(run: Run, spec: ModelSpec) -> int:
