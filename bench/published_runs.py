@@ -107,6 +107,14 @@ MODELS |= {
 }
 MODELS |= {
     "qwen3-30b-a3b": MODELS["Qwen/Qwen3-30B-A3B-Base"],
+    "qwen3-8b": MODELS["Qwen/Qwen3-8B"],
+    "qwen3-32b": {
+        **QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+    },
     "qwen3-0.6b": {
         **QWEN3,
         "hidden_size": 1024,
@@ -232,6 +240,11 @@ def _model(run: Run, vocabulary: int) -> dict[str, Any]:
     values."""
     if "lora" in run.other:
         return {"model.from_pretrained": stand_in(run.model)}
+    if "composed" in run.other:
+        return {
+            "model.from_pretrained": stand_in(run.model),
+            "model.implementation": "transformers",
+        }
     if run.model not in SHAPES:
         return {"model.preset": run.model, "model.vocab_size": vocabulary}
     hidden, mlp, layers, heads, keys, _ = SHAPES[run.model]
@@ -534,11 +547,7 @@ def peak_bytes(run: Run) -> int:
     attention, and with `tiles` the backward of an MLP has one tile.
     """
     config, vocabulary = settings(run)
-    spec = replace(
-        config.model_source(vocabulary).spec,
-        vocab_size=vocabulary,
-        composed="composed" in run.other,
-    )
+    spec = replace(config.model_source(vocabulary).spec, vocab_size=vocabulary)
     logits = 0
     if "whole_logits" in run.other:
         per_logit = int(run.other["whole_logits"] or 12)

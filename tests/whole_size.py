@@ -6,7 +6,6 @@ Only matrix work and messages do not. Host tensors are real, so whatever the hos
 device is found.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from longctx.attention import exchange
 from longctx.attention.kernels import KERNELS, KernelRequest, choose_kernel
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
+from longctx.memory.live import Live as LiveTensors
 from longctx.memory.loads import micro_batch_loads
 from longctx.memory.model import Memory, RankMemory
 from longctx.parallel import mesh as mesh_module
@@ -132,48 +131,14 @@ class FakeHostWaits(HostWaits):
         return read[name] if name in read else torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the device's tensors that are alive, and their peak; follows custom
-    operators inside."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-        self.kinds: set[tuple[str, torch.dtype]] = set()
-        """Types of devices and dtypes of all fake tensors that were made."""
-
-    def add(self, tensor: Any) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)
-        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-            return
-        self.kinds.add((tensor.device.type, tensor.dtype))
-        if tensor.device.type != self.device.type:
-            return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.sizes:
-            self.sizes[storage._cdata] = 0
-            weakref.finalize(storage, self._drop, storage._cdata)
-            self.resize(storage)
-
-    def resize(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self.sizes:
-            self.now += storage.nbytes() - self.sizes[storage._cdata]
-            self.sizes[storage._cdata] = storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-    def _drop(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
+class Live(LiveTensors):
+    """Follows custom operators inside."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in OPERATORS:
             with self:
                 return OPERATORS[func._schema.name](*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            self.add(tensor)
-        return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager

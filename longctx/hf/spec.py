@@ -13,6 +13,7 @@ from longctx.hf.indexed import indexed_layers, indexers
 from longctx.hf.latents import has_latents, used_parts
 from longctx.hf.linear import has_delta_rule, linear_layers, state_size
 from longctx.hf.linear_costs import LinearCosts, linear_costs
+from longctx.hf.own_blocks import BlockCode
 from longctx.model.experts import stacks_experts
 from longctx.planning.cost.spec import NO_LATENT, Latent, LayerSpec, Matrix, ModelSpec, Role, Scan
 
@@ -62,14 +63,8 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelS
         tie_word_embeddings=head is not None and head.weight is embedding,
         attention_softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
         causal=causal,
-        composed=_composes_norms(blocks),
+        own=BlockCode.of(blocks, config),
     )
-
-
-def _composes_norms(blocks: Iterable[nn.Module]) -> bool:
-    """Returns whether the norms of blocks are transformers' own, of simple operations."""
-    modules = itertools.chain.from_iterable(block.modules() for block in blocks)
-    return not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in modules)
 
 
 def spec_of_seq2seq(hf: Any) -> ModelSpec:
@@ -95,7 +90,7 @@ def spec_of_seq2seq(hf: Any) -> ModelSpec:
         tie_word_embeddings=head is not None and head.weight is embedding,
         attention_softcap=getattr(decoder.config, "attn_logit_softcapping", None) or 0.0,
         encoder_layers=len(read),
-        composed=_composes_norms((*encoder.layers, *decoder.layers)),
+        own=BlockCode.of(decoder.layers, decoder.config),
     )
     whole = sum(parameter.numel() for parameter in hf.parameters())
     # The encoder's embedding and last norm.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from longctx.config import Config
 from longctx.memory.kernels import FLOAT32
 from longctx.memory.loads import Load
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, ModelSpec, OwnBlock
 from longctx.planning.cost.work import ELEMENT_BYTES
 
 NONE = ("none",)
@@ -18,6 +18,11 @@ INPUT = (*OPERATORS, "full")
 """Modes that keep: everything (none); outputs of matrices that others recompute (norms); also what
 surrounds attention (mlp); also attention's own results (selective); and the block's input, which
 every mode but none keeps."""
+
+
+NORMS = "input of the norm", "further norms"
+NORMED = "output of the norm"
+"""Names of entries of norms."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ class BlockMemory:
 
     Attributes:
         element_bytes: bytes of an element in the compute dtype.
-        composed: whether norms and MLP are simple operations, each of which keeps its result.
+        own: what transformers' own code keeps, one operation at a time; None for other blocks, or
+            where it is not known.
+        composed: whether norms are simple operations, each of which keeps its result.
         whole_norms: whether a norm is one operation, which keeps only its input.
         normed: output of a norm, gathered for tensor-parallel matrices.
         norm: kept by a norm: its input; if it is composed of simple operations a copy in float32,
@@ -69,7 +76,12 @@ class BlockMemory:
         self.tokens = load.tokens
         self.tensor_ranks = config.parallel.tensor_parallel_size
         self.element_bytes = ELEMENT_BYTES[config.dtype]
-        self.composed = spec.composed and not config.compiles("cuda" if fused else "cpu", spec)
+        self.own: OwnBlock | None = None
+        self.composed = False
+        eager = not config.compiles("cuda" if fused else "cpu", spec)
+        if spec.own is not None and eager and not self.train.mlp_tile_tokens:
+            self.own = spec.own.block(config.dtype, frozen=spec.adapted)
+            self.composed = spec.own.composes_norms
         self.whole_norms = fused and not self.composed
         self.stream = self._size(spec.hidden_size)
         self.normed = self.stream * self.tensor_ranks
@@ -107,6 +119,8 @@ class BlockMemory:
             *self._swap(),
             *self._mlp(),
         )
+        if self.own is not None:
+            self.entries += tuple(self._beside_the_ledger(self.own))
 
     def _tokens_at_once(self, config: Config) -> int:
         """Returns the tokens of a tile or turn of the MLP. Experts that are split over ranks may
@@ -149,7 +163,7 @@ class BlockMemory:
 
     def _attention(self) -> Iterator[Entry]:
         yield Entry("attention", "input of the norm", self.norm, NONE)
-        yield Entry("attention", "output of the norm", self.normed, NONE)
+        yield Entry("attention", NORMED, self.normed, NONE)
         # Modes that keep products are assumed to keep all, which is too much.
         if (scan := self.layer.scan) is not None:
             yield Entry(
@@ -212,7 +226,7 @@ class BlockMemory:
         tiled = self.train.mlp_tile_tokens is not None
         outputs = 2 * (self.mlp - self.turn if tiled else self.mlp)
         yield Entry("mlp", "input of the norm", self.norm, NONE)
-        yield Entry("mlp", "output of the norm", self.normed, NONE)
+        yield Entry("mlp", NORMED, self.normed, NONE)
         yield Entry(
             "mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES
         )
@@ -231,6 +245,18 @@ class BlockMemory:
             yield Entry("mlp", "rows into experts", self.routed_at_once, NONE)
             yield Entry("mlp", "output of the last matrix", last, MATRICES)
 
+    def _beside_the_ledger(self, own: OwnBlock) -> Iterator[Entry]:
+        """Yields how much more norms and MLP of transformers' own code keep than the ledger says,
+        or less."""
+        known = {"attention": 0, "mlp": 0}
+        for entry in self.entries:
+            counts = entry.part == "mlp" or entry.name in NORMS
+            if counts and "none" in entry.kept_by and entry.name != NORMED:
+                known[entry.part] += entry.size
+        for part, traced in (("attention", own.norms), ("mlp", own.mlp)):
+            more = round(self.tokens * traced) - known[part]
+            yield Entry(part, "what transformers' own code keeps beside", more, NONE)
+
     @property
     def tile(self) -> int:
         """Recomputed in backward for one tile of the MLP, if it is tiled."""
@@ -244,6 +270,8 @@ class BlockMemory:
         """Gradients in the backward of the MLP: of its first matrices' outputs, of experts' rows
         and of the output. Simple operations put rows in order and weigh them, which has three
         copies of all rows."""
+        if self.own is not None:
+            return round(self.tokens * self.own.gradients) + self.stream
         gradients = 2 * self.mlp + self.routed
         if self.composed:
             gradients = max(gradients, 3 * self.routed)

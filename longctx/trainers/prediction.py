@@ -4,7 +4,7 @@ Settings are those of a run like the trainer's (`longctx.trainers.budget`), whos
 changed by itself: what is not sharded and not recomputed there stays so.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from longctx.config import Config
@@ -70,7 +70,6 @@ def predict_trl(
     holds, or what the longest document needs. Raises UserError for settings that trainers lack.
     """
     config = _as_trainer(given, ranks, sharding)
-    spec = replace(spec, composed=True)
     on_gpus = config.train.device == "cuda"
     of_run = RunMemory(spec, documents, ranks, on_gpus)
     named = scaled_profile(config, spec, ranks, queries_first=True)

@@ -1,6 +1,7 @@
 """Blocks of transformers' own code on fake tensors: what they keep, and the peak of their backward,
 beside the ledger."""
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,48 +9,60 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface
-from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3DecoderLayer
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeDecoderLayer
 
 from longctx.config import load
-from longctx.hf.spec import _composes_norms, _layer_spec
+from longctx.hf.own_blocks import BlockCode
+from longctx.hf.spec import _layer_spec
 from longctx.memory.block import BlockMemory
+from longctx.memory.live import Live
 from longctx.memory.loads import Load
-from longctx.planning.cost.spec import ModelSpec
-from tests.whole_size import Live
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from tests.marks import slow_unless
 
 TOKENS = 65_536
 LOAD = Load(TOKENS, remote=0, sent=0, held=0, fullest=0, micro_batches=1)
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-SMALL = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-BLOCKS: dict[str, tuple[Any, Any]] = {
-    "Llama 8B": (
-        LlamaDecoderLayer,
-        LlamaConfig(hidden_size=4096, intermediate_size=14336, **HEADS),
-    ),
-    "Qwen3 0.6B": (
-        Qwen3DecoderLayer,
-        Qwen3Config(hidden_size=1024, intermediate_size=3072, **SMALL),
-    ),
-    "Qwen3 8B": (
-        Qwen3DecoderLayer,
-        Qwen3Config(hidden_size=4096, intermediate_size=12288, **HEADS),
-    ),
-    "Qwen3 30B-A3B": (
-        Qwen3MoeDecoderLayer,
-        Qwen3MoeConfig(
-            hidden_size=2048,
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-        ),
-    ),
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
 }
-"""Real sizes of layers."""
+EXPERTS = {
+    **SIZES,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 1024,
+    "num_experts": 64,
+    "num_local_experts": 64,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "llama": ("Llama", SIZES),
+    "mistral": ("Mistral", SIZES),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen3": ("Qwen3", SIZES),
+    "gemma2": ("Gemma2", SIZES),
+    "gemma3": ("Gemma3", SIZES),
+    "phi3": ("Phi3", SIZES),
+    "olmo2": ("Olmo2", SIZES),
+    "granite": ("Granite", SIZES),
+    "glm4": ("Glm4", SIZES),
+    "smollm3": ("SmolLM3", SIZES),
+    "seed_oss": ("SeedOss", SIZES),
+    "starcoder2": ("Starcoder2", SIZES),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "mixtral": ("Mixtral", EXPERTS),
+    "gpt_oss": ("GptOss", EXPERTS),
+    "olmoe": ("Olmoe", EXPERTS),
+    "glm4_moe": ("Glm4Moe", {**EXPERTS, "n_group": 1, "topk_group": 1}),
+    "minimax_m2": ("MiniMaxM2", EXPERTS),
+}
+QUICK = ("qwen3", "gemma3", "mixtral")
+WITHIN = {"phi3": 0.06, "seed_oss": 0.05, "starcoder2": 0.07}
+"""How far attention of these families is from ours; others: 3 %."""
 
 
 class Attention(torch.autograd.Function):
@@ -77,56 +90,73 @@ def attend(
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of a block: kept between forward and backward, and at the peak of backward beside the
-    block's input."""
+    """A block that was run on fake tensors: bytes kept between forward and backward, and at the
+    peak of backward, both beside its input."""
 
     kept: int
     peak: int
+    layer: LayerSpec
+    code: BlockCode
 
 
-def measured(name: str) -> tuple[Measured, ModelSpec]:
-    kind, config = BLOCKS[name]
+def turns_of(family: str, config: Any) -> torch.Tensor:
+    """Returns cosines or sines of positions."""
+    width = config.head_dim
+    if family == "gpt_oss":  # of halves
+        width //= 2
+    if family.startswith("glm4"):  # of a part of each head
+        width = int(width * config.rope_parameters["partial_rotary_factor"])
+    return torch.empty(1, TOKENS, width)
+
+
+def measured(family: str, dtype: torch.dtype) -> Measured:
+    name, sizes = FAMILIES[family]
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    configuration = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    kind = f"{name}TextConfig" if family == "gemma3" else f"{name}Config"
+    config = getattr(configuration, kind)(**sizes)
     AttentionInterface.register("of_sizes", attend)
     config._attn_implementation = "of_sizes"
     config._experts_implementation = "grouped_mm"
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with FakeTensorMode():
-            block = kind(config, 0)
+            block = getattr(module, f"{name}DecoderLayer")(config, 0)
             x = torch.empty(1, TOKENS, config.hidden_size, requires_grad=True)
-            turns = torch.empty(1, TOKENS, config.head_dim), torch.empty(1, TOKENS, config.head_dim)
+            turns = turns_of(family, config), turns_of(family, config)
             live = Live(torch.device("cpu"))
             for weight in block.parameters():
                 live.add(weight)
             weights = live.now
             with live:
                 out = block(x, position_embeddings=turns, attention_mask=None)
-                kept = live.now - out.untyped_storage().nbytes() - weights
+                kept = live.now - out.nbytes - weights
                 gradient = torch.empty_like(out)
                 live.peak = live.now
                 torch.autograd.backward(out, gradient)
     finally:
         torch.set_default_dtype(torch.float32)
-    layer = _layer_spec(config, block)
+    code = BlockCode.of([block], config)
+    assert code is not None
+    peak = live.peak - weights - out.nbytes
+    return Measured(kept, peak, layer=_layer_spec(config, block), code=code)
+
+
+@pytest.mark.parametrize("family", slow_unless(lambda name: name in QUICK, FAMILIES))
+def test_the_ledger_is_that_of_blocks_of_transformers(family: str) -> None:
+    found = measured(family, torch.bfloat16)
     spec = ModelSpec(
-        layers=(layer,),
-        hidden_size=config.hidden_size,
+        layers=(found.layer,),
+        hidden_size=found.layer.hidden_size,
         vocab_size=1000,
         tie_word_embeddings=False,
-        composed=_composes_norms([block]),
+        own=found.code,
     )
-    out_bytes = 2 * TOKENS * config.hidden_size
-    return Measured(kept, live.peak - weights - out_bytes), spec
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_the_ledger_is_that_of_blocks_of_transformers(name: str) -> None:
-    found, spec = measured(name)
-    assert spec.composed
     config = load(None, ["train.dtype=bfloat16", "train.compile=false", "train.device=cuda"])
-    block = BlockMemory(spec, config, spec.layers[0], LOAD, fused=True)
+    block = BlockMemory(spec, config, found.layer, LOAD, fused=True)
+    assert block.own is not None
     kept = block.kept("none")
     peak = kept + block.mlp_gradients
-    print(f"kept {kept / found.kept:.3f}, peak {peak / (found.peak):.3f}")
-    assert kept == pytest.approx(found.kept, rel=0.02)
-    assert peak == pytest.approx(found.peak, rel=0.02)
+    print(f"{family}: kept {kept / found.kept:.3f}, peak {peak / found.peak:.3f}")
+    assert kept == pytest.approx(found.kept, rel=WITHIN.get(family, 0.03))
+    assert peak == pytest.approx(found.peak, rel=WITHIN.get(family, 0.03))

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from longctx.planning.cost.tower import TowerSpec
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
@@ -260,6 +260,34 @@ class LayerSpec:
         )
 
 
+class OwnBlock(NamedTuple):
+    """Bytes per token of norms and MLP of a block that transformers' own code runs one operation at
+    a time.
+
+    Attributes:
+        norms: kept by norms, half of those of the residual stream apart.
+        mlp: kept by the MLP beside its input, and by that half.
+        gradients: what is there beside, and beside the gradient of the output, at the peak of the
+            MLP's backward.
+    """
+
+    norms: float
+    mlp: float
+    gradients: float
+
+
+class OwnCode(Protocol):
+    """Transformers' own code of a model's largest block."""
+
+    @property
+    def composes_norms(self) -> bool:
+        """Whether norms are simple operations, each of which keeps its result."""
+
+    def block(self, dtype: str, *, frozen: bool) -> OwnBlock | None:
+        """Returns what the block keeps in a dtype, where its norms' weights are `frozen` or not;
+        None where it could not be traced."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Sizes of a model.
@@ -280,8 +308,7 @@ class ModelSpec:
         tower_values: values that it keeps for backward for a token of an image.
         tower: its sizes, from which its operations are counted; None without one.
         tower_adapters: parameters of LoRA's matrices in it; all others are then frozen.
-        composed: whether norms and MLPs are simple operations, each of which keeps its result, as
-            in transformers' own code, unless blocks are compiled.
+        own: transformers' own code, where it runs the model; None for the native decoder.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -297,7 +324,7 @@ class ModelSpec:
     tower_values: int = 0
     tower: TowerSpec | None = None
     tower_adapters: int = 0
-    composed: bool = False
+    own: OwnCode | None = None
 
     @property
     def largest_layer(self) -> LayerSpec:

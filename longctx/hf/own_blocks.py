@@ -1,0 +1,174 @@
+"""Memory of a block that transformers' own code runs: its norms and its MLP run once on fake
+tensors, as no formula is right for all families."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longctx.hf.linear import linear_layers
+from longctx.memory.live import Live
+from longctx.planning.cost.spec import OwnBlock
+
+TOKENS = 2**20
+"""So many that gradients of weights are small beside."""
+MODELS = "transformers.", "transformers_modules."
+"""Where classes of blocks are defined, below those that sharding makes of them."""
+NORM = "Norm"
+"""Part of the names of classes of norms."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes per token of a module beside its weights: kept for backward, its input included only
+    where `of_input` says so; and at the peak of backward beside those and the gradient of its
+    output."""
+
+    kept: float
+    gradients: float
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """The code of a model's largest block.
+
+    The block itself may be sharded, quantized or have adapters: a new one of its class, which is
+    traced, has not.
+
+    Attributes:
+        kind: its class.
+        config: of the model's text, by which `sizes` say the same.
+        layer: its number.
+        experts: implementation of experts.
+        composes_norms: whether norms are simple operations, each of which keeps its result.
+    """
+
+    kind: type[nn.Module]
+    config: Any = field(compare=False, repr=False)
+    sizes: str
+    layer: int
+    experts: str | None
+    composes_norms: bool
+
+    @classmethod
+    def of(cls, blocks: Sequence[nn.Module], config: Any) -> "BlockCode | None":
+        """Returns the code of the largest of these blocks; None if it is not of transformers."""
+        sizes = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
+        layer = sizes.index(max(sizes))
+        for kind in type(blocks[layer]).__mro__:
+            if kind.__module__.startswith(MODELS):
+                return cls(
+                    kind,
+                    config,
+                    sizes=config.to_json_string(use_diff=False),
+                    layer=layer,
+                    experts=getattr(config, "_experts_implementation", None),
+                    composes_norms=_composes_norms(blocks[layer]),
+                )
+        return None
+
+    def block(self, dtype: str, *, frozen: bool) -> OwnBlock | None:
+        return _traced(self, dtype, frozen=frozen)
+
+
+def _composes_norms(block: nn.Module) -> bool:
+    return not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in block.modules())
+
+
+@cache
+def _traced(code: BlockCode, dtype: str, *, frozen: bool) -> OwnBlock | None:
+    """Returns what a block keeps; None if its parts are not norms, attention and one MLP that take
+    hidden states alone."""
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]), _default_dtype(dtype):
+        try:
+            return _traced_block(code, frozen=frozen)
+        except Exception:  # of any model's code; the ledger has a formula too
+            return None
+
+
+@contextmanager
+def _default_dtype(name: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _traced_block(code: BlockCode, *, frozen: bool) -> OwnBlock:
+    config = code.config
+    new = code.kind(copy.copy(config), code.layer)
+    for weight in new.parameters():
+        weight.requires_grad_(weight.dim() > 1 or not frozen)
+    linear = linear_layers(new)
+    stream = 0.0
+    inside = 0.0
+    rest = []
+    for child in new.children():
+        if _is_norm(child):
+            stream += _of_norm(child, config.hidden_size)
+        elif child in linear or "Attention" in type(child).__name__:
+            inside += _of_norms_inside(child, config)
+        elif any(True for _ in child.parameters()):
+            rest.append(child)
+    (mlp,) = rest
+    traced = trace(mlp, config.hidden_size, of_input=False)
+    return OwnBlock(
+        norms=stream / 2 + inside, mlp=stream / 2 + traced.kept, gradients=traced.gradients
+    )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return NORM in type(module).__name__
+
+
+def _of_norm(norm: nn.Module, width: int) -> float:
+    return trace(norm, width, of_input=True).kept
+
+
+def _of_norms_inside(attention: nn.Module, config: Any) -> float:
+    """Returns the bytes per token that norms of heads and latents keep."""
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    kept = 0.0
+    for name, module in attention.named_children():
+        weight = getattr(module, "weight", None)
+        if not _is_norm(module) or weight is None:
+            continue
+        width = weight.numel()
+        copies = 1
+        if width == head_dim:
+            copies = heads.get(name[0], 1)
+        kept += copies * _of_norm(module, width)
+    return kept
+
+
+def trace(module: nn.Module, width: int, *, of_input: bool) -> Traced:
+    """Runs a module on `TOKENS` fake tokens of `width` values, forward and backward."""
+    live = Live(torch.device("cpu"))
+    for weight in module.parameters():
+        live.add(weight)
+    weights = live.now
+    given = torch.empty(1, TOKENS, width, requires_grad=True)
+    with live:
+        # The input is then one of the tensors that are counted, as long as something keeps it.
+        out = module(given.view_as(given) if not of_input else given * 1)
+        out = out[0] if isinstance(out, tuple) else out
+        gradient = torch.empty_like(out)
+        beside = weights + out.nbytes + gradient.nbytes
+        if not of_input:
+            live.add(given)
+            beside += given.nbytes
+        kept = live.now - beside
+        live.peak = live.now
+        torch.autograd.backward(out, gradient)
+    peak = live.peak - beside
+    return Traced(kept / TOKENS, (peak - kept) / TOKENS)
