@@ -3,7 +3,12 @@
 `published_runs.csv` has a run per line: its source, model, GPUs and split, what was measured, and
 what was assumed. Sources:
 
-- TRL, pull request 6845; torchtune, README.md at 0031bfb; ms-swift, examples/ and its quick start
+- TRL, pull request 6845; torchtune, README.md at 0031bfb
+- ms-swift, examples/ and its quick start: long_text/ring_attention/ and ulysses/ at f9afe2d,
+  long_text/zero3.sh at 9d09048 and e3f2708, which became liger_kernel.sh. Its log has the most that
+  the allocator reserved in GiB (swift/trainers/mixin.py), but its scripts say GB of some. A loss of
+  sequence parallelism has logits in two bytes, its softmax and gradients too (6 in all); by chunks
+  of tokens, gradients replace logits (2; trainers/sequence_parallel/utils.py)
 - torchtitan, benchmarks/ at 31a17bf and 1af2937; its attention is FlashAttention 2
   (models/attention.py there), its float8 torchao's (`casts`)
 - llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48: every row in bf16 on H100s and A100s
@@ -506,37 +511,167 @@ def peak_bytes(run: Run) -> int:
 
     With `whole_logits` the loss keeps all logits and their gradients, with 12 bytes or as many as
     are given; with `bf16_states` weights, gradients and moments have two bytes instead of four;
-    with `float32_frozen` frozen weights have four; with `whole_weights` all weights of a rank are
-    there in two bytes, as Megatron's distributed optimizer keeps them. With `gathered_kv` attention
-    holds K and V of all ranks, and gradients of one rank's at a time, as PyTorch's ring does by
-    default.
+    with `float32_frozen` frozen weights have four; with `whole_weights` all is Megatron's own
+    (`_megatron_bytes`); with `host_states` weights and optimizer are in host memory. With
+    `gathered_kv` attention holds K and V of all ranks, and gradients of one rank's at a time, as
+    PyTorch's ring does by default. `composed`: see `_norm_bytes`; `liger`, `rows`: `_mlp_bytes`;
+    `adapters`: `_adapter_bytes`; `log_probabilities`: `_vocabulary_chunk_bytes`.
     """
     config, vocabulary = settings(run)
     spec = replace(config.model_source(vocabulary).spec, vocab_size=vocabulary)
+    if "whole_weights" in run.other:
+        return _megatron_bytes(run, spec)
     logits = 0
     if "whole_logits" in run.other:
         per_logit = int(run.other["whole_logits"] or 12)
         logits = per_logit * run.tokens_per_rank * vocabulary // run.tp
+    elif "log_probabilities" in run.other:
+        logits = _vocabulary_chunk_bytes(run, spec)
     frozen = 0
     if "float32_frozen" in run.other:
         shards = config.parallel.shard_ranks or config.domain(run.gpus)
         frozen = 2 * (spec.parameters - spec.trained_parameters) // shards
     gathered = _gathered_kv_bytes(run, spec) if "gathered_kv" in run.other else 0
-    whole = 0
-    if "whole_weights" in run.other and "lora" not in run.other:
-        whole = 2 * spec.parameters // (run.tp * run.pp)
+    adapters = _adapter_bytes(run, spec) if "adapters" in run.other else 0
     found = []
     loads = list(full_loads(config, run.gpus))
     for moment in _moments(spec, config, run.gpus, loads, True):
         states = moment.parameters + moment.optimizer + moment.gradients
         halved = "bf16_states" in run.other and "lora" not in run.other
         saved = states // 2 if halved else 0
-        more = logits if moment.moment == "loss" else 0
-        more += max(0, whole - moment.gathered_weights)
+        more = 0
+        if moment.moment == "loss":
+            more = logits
+            if "log_probabilities" in run.other:
+                more -= moment.logits
+        if moment.moment in BLOCK_MOMENTS and "composed" in run.other:
+            more += _norm_bytes(run, spec)
+        if moment.moment == BLOCK_MOMENTS[0]:
+            more += _mlp_bytes(run, spec)
+        if "host_states" in run.other:
+            more -= moment.parameters + moment.optimizer
+        more += adapters
         if moment.remote_kv:
             more += gathered
         found.append(moment.total - moment.device - saved + frozen + more)
     return max(found)
+
+
+BLOCK_MOMENTS = (
+    "backward of the last MLP",
+    "backward of the last attention",
+    "recomputed attention in backward",
+)
+"""Moments of a step at which a block is whole in memory."""
+BF16, FLOAT32 = 2, 4
+VOCABULARY_CHUNK, CHUNK_BYTES = 2048, 18
+"""Entries of the vocabulary of which prime-rl's head computes logits at once, and the bytes per
+logit there: 2 before the cast, 4 each for the logits, probabilities, and gradients before and after
+they are replaced (models/layers/lm_head.py at d8f290e)."""
+
+
+def _vocabulary_chunk_bytes(run: Run, spec: ModelSpec) -> int:
+    """Returns the bytes of prime-rl's head: a chunk of the vocabulary for all tokens, and gradients
+    of a head that is frozen too."""
+    chunk = CHUNK_BYTES * VOCABULARY_CHUNK * run.tokens_per_rank
+    return chunk + (BF16 * spec.vocabulary_parameters if spec.adapted else 0)
+
+
+def _norm_bytes(run: Run, spec: ModelSpec) -> int:
+    """Returns what norms of simple operations keep beside a norm that is one operation: their input
+    in float32, and if their weight is trained the normalized input.
+
+    prime-rl and ms-swift run transformers' blocks and norms. prime-rl asks for `torch.compile`, but
+    nothing is compiled: a block's attention branches on a value of `position_ids`
+    (modeling_flash_attention_utils.py of transformers 4.56.1), its adapters assert one
+    (models/layers/lora/multi_linear.py), and a checkpointed block that cannot be traced whole runs
+    as it is.
+    """
+    layer = spec.largest_layer
+    heads = layer.num_attention_heads + layer.num_key_value_heads
+    of_heads = heads * layer.head_dim if run.model.startswith("qwen3") else 0
+    kept = FLOAT32 if spec.adapted else FLOAT32 + BF16
+    # Ours: the input of a norm, of which a block's first is the block's.
+    ours = BF16 * (spec.hidden_size + layer.attention_norms)
+    return run.tokens_per_rank * (kept * (2 * spec.hidden_size + of_heads) - ours)
+
+
+def _mlp_bytes(run: Run, spec: ModelSpec) -> int:
+    """Returns what a stack's MLP holds beside ours at the peak of its backward.
+
+    Liger's (ops/swiglu.py) keeps three tensors of the MLP's width, and writes gradients over two:
+    four at once instead of six. prime-rl's experts are fullest when rows are weighed: four tensors
+    of rows in float32 (the rows, their gradient before and after, and what sums up to the gradients
+    of weights), the rows into experts, and four of the experts' width (models/layers/moe.py and
+    lora/multi_moe.py at d8f290e, run on tensors without values).
+    """
+    layer = spec.largest_layer
+    tokens = run.tokens_per_rank
+    fewer = -2 * BF16 * layer.intermediate_size * tokens
+    if "liger" in run.other:
+        return fewer
+    if run.other.get("rows") == "titan":
+        rows = _expert_matrix(spec).used * spec.hidden_size
+        ours = 3 * BF16 * layer.experts_per_token * spec.hidden_size
+        return fewer + tokens * ((4 * FLOAT32 + BF16) * rows - ours)
+    return 0
+
+
+def _expert_matrix(spec: ModelSpec) -> Matrix:
+    """Returns the matrices of the experts of a layer with the most columns per row, their last."""
+    return next(each for each in reversed(spec.largest_layer.matrices) if each.count > 1)
+
+
+def _adapter_bytes(run: Run, spec: ModelSpec) -> int:
+    """Returns what prime-rl's adapters take beside one of ours: `adapters` of each matrix, those of
+    experts too, all gathered with a block.
+
+    Its benchmark starts no run that trains them, so there is no optimizer, and gradients stay. A
+    matrix has gradients of all its adapters, experts of one (trainer/runs.py, optim.py,
+    models/layers/lora/ at d8f290e).
+    """
+    count = int(run.other["adapters"])
+    layers = len(spec.layers)
+    shards = run.gpus
+    ours = spec.trained_parameters
+    experts = 0
+    if "expert_adapters" in run.other:
+        last = _expert_matrix(spec)
+        experts = 3 * int(run.other["lora"]) * (last.rows + last.columns) * last.count * layers
+    weights = count * (ours + experts) - ours
+    gradients = (count - 1) * ours + experts
+    kept = FLOAT32 * (weights + gradients) - 2 * FLOAT32 * ours
+    gathered = 2 * BF16 * weights + (BF16 + FLOAT32) * gradients
+    return kept // shards + gathered // layers
+
+
+def _megatron_bytes(run: Run, spec: ModelSpec) -> int:
+    """Returns the peak of a rank as Megatron-LM holds its tensors, with sequence parallelism and
+    the distributed optimizer (ms-swift's default, its bf16 implies gradients in float32).
+
+    Weights in two bytes and gradients in four are whole, the optimizer's twelve are sharded over
+    replicas. A block keeps its tensors as transformer_engine does: inputs and outputs of norms of a
+    share of the tokens; what becomes Q, K and V, and Q and K with positions; attention's output;
+    the MLP's first outputs and their product. "selective" recomputes attention alone, "full" keeps
+    a block's input. Logits are whole: two bytes, and four in float32, which become the
+    probabilities and gradients (core/tensor_parallel/cross_entropy.py).
+    """
+    layer = spec.largest_layer
+    ranks = run.tp * run.pp
+    parameters = spec.parameters // ranks
+    states = (BF16 + FLOAT32) * parameters + 3 * FLOAT32 * parameters // (run.gpus // ranks)
+    queries = layer.num_attention_heads * layer.head_dim
+    keys = layer.num_key_value_heads * layer.head_dim
+    hidden = spec.hidden_size
+    block = 4 * hidden + 3 * queries + 3 * keys + 3 * layer.intermediate_size
+    per_token = BF16 * run.tokens_per_rank // run.tp
+    kept = len(spec.layers) * per_token * (hidden if run.recompute == "full" else block)
+    assert spec.vocab_size is not None
+    logits = (BF16 + FLOAT32) * run.tokens_per_rank * spec.vocab_size // run.tp
+    # Gradients of a block: of the product, of the first outputs, and of the gathered input.
+    gradients = per_token * (3 * layer.intermediate_size + 2 * run.tp * hidden)
+    recomputed = per_token * block if run.recompute == "full" else 0
+    return states + kept + max(logits, recomputed + gradients)
 
 
 def _gathered_kv_bytes(run: Run, spec: ModelSpec) -> int:
