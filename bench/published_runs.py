@@ -509,12 +509,12 @@ def _measured_s(run: Run) -> float:
 def peak_bytes(run: Run) -> int:
     """Predicts the peak of the allocator on the fullest GPU, without what it reserves beside.
 
-    With `whole_logits` the loss keeps all logits and their gradients, with 12 bytes or as many as
-    are given; with `bf16_states` weights, gradients and moments have two bytes instead of four;
-    with `float32_frozen` frozen weights have four; with `whole_weights` all is Megatron's own
-    (`_megatron_bytes`); with `host_states` weights and optimizer are in host memory. With
-    `gathered_kv` attention holds K and V of all ranks, and gradients of one rank's at a time, as
-    PyTorch's ring does by default. `composed`: see `_norm_bytes`; `liger`, `rows`: `_mlp_bytes`;
+    With `whole_logits` the loss keeps all logits and their gradients in place of a chunk, with 12
+    bytes or as many as are given; with `bf16_states` weights, gradients and moments have two bytes
+    instead of four; with `float32_frozen` frozen weights have four; with `whole_weights` all is
+    Megatron's own (`_megatron_bytes`); with `host_states` weights and optimizer are in host memory.
+    With `gathered_kv` attention holds K and V of all ranks, and gradients of one rank's at a time,
+    as PyTorch's ring does by default. `composed`: see `_norm_bytes`; `liger`, `rows`: `_mlp_bytes`;
     `adapters`: `_adapter_bytes`; `log_probabilities`: `_vocabulary_chunk_bytes`.
     """
     config, vocabulary = settings(run)
@@ -540,10 +540,8 @@ def peak_bytes(run: Run) -> int:
         halved = "bf16_states" in run.other and "lora" not in run.other
         saved = states // 2 if halved else 0
         more = 0
-        if moment.moment == "loss":
-            more = logits
-            if "log_probabilities" in run.other:
-                more -= moment.logits
+        if moment.moment == "loss" and logits:
+            more = logits - moment.logits
         if moment.moment in BLOCK_MOMENTS and "composed" in run.other:
             more += _norm_bytes(run, spec)
         if moment.moment == BLOCK_MOMENTS[0]:

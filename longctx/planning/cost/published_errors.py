@@ -27,9 +27,9 @@ TIME: dict[str, Errors] = {
     "with adapters": Errors(19, more=0.02, half=0.05, most=0.23),
 }
 MEMORY: dict[str, Errors] = {
-    "of all weights": Errors(37, more=0.07, half=0.07, most=0.40),
-    "with experts": Errors(5, more=0.01, half=0.03, most=0.14),
-    "in float8": Errors(9, more=0.13, half=0.13, most=0.29),
+    "of all weights": Errors(37, more=0.08, half=0.09, most=0.43),
+    "with experts": Errors(5, more=0.01, half=0.03, most=0.15),
+    "in float8": Errors(9, more=0.18, half=0.18, most=0.34),
     "with adapters": Errors(17, more=0.08, half=0.08, most=0.15),
 }
 # End of the table.
