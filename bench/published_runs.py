@@ -8,7 +8,7 @@ what was assumed. Sources:
   long_text/zero3.sh at 9d09048 and e3f2708, which became liger_kernel.sh. Its log has the most that
   the allocator reserved in GiB (swift/trainers/mixin.py), but its scripts say GB of some. A loss of
   sequence parallelism has logits in two bytes, its softmax and gradients too (6 in all); by chunks
-  of tokens, gradients replace logits (2; trainers/sequence_parallel/utils.py)
+  of 2,048 of 64,000 tokens, gradients replace logits (2.19; trainers/sequence_parallel/utils.py)
 - torchtitan, benchmarks/ at 31a17bf and 1af2937; its attention is FlashAttention 2
   (models/attention.py there), its float8 torchao's (`casts`)
 - llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48: every row in bf16 on H100s and A100s
@@ -523,8 +523,8 @@ def peak_bytes(run: Run) -> int:
         return _megatron_bytes(run, spec)
     logits = 0
     if "whole_logits" in run.other:
-        per_logit = int(run.other["whole_logits"] or 12)
-        logits = per_logit * run.tokens_per_rank * vocabulary // run.tp
+        per_logit = float(run.other["whole_logits"] or 12)
+        logits = round(per_logit * run.tokens_per_rank * vocabulary / run.tp)
     elif "log_probabilities" in run.other:
         logits = _vocabulary_chunk_bytes(run, spec)
     frozen = 0
@@ -597,11 +597,11 @@ def _norm_bytes(run: Run, spec: ModelSpec) -> int:
 def _mlp_bytes(run: Run, spec: ModelSpec) -> int:
     """Returns what a stack's MLP holds beside ours at the peak of its backward.
 
-    Liger's (ops/swiglu.py) keeps three tensors of the MLP's width, and writes gradients over two:
-    four at once instead of six. prime-rl's experts are fullest when rows are weighed: four tensors
-    of rows in float32 (the rows, their gradient before and after, and what sums up to the gradients
-    of weights), the rows into experts, and four of the experts' width (models/layers/moe.py and
-    lora/multi_moe.py at d8f290e, run on tensors without values).
+    Liger's (ops/swiglu.py at 2de9364) keeps three tensors of the MLP's width, and writes gradients
+    over two: four at once instead of six. prime-rl's experts are fullest when rows are weighed:
+    four tensors of rows in float32 (the rows, their gradient before and after, and what sums up to
+    the gradients of weights), the rows into experts, and four of the experts' width
+    (models/layers/moe.py and lora/multi_moe.py at d8f290e, run on tensors without values).
     """
     layer = spec.largest_layer
     tokens = run.tokens_per_rank
