@@ -562,10 +562,11 @@ BLOCK_MOMENTS = (
 )
 """Moments of a step at which a block is whole in memory."""
 BF16, FLOAT32 = 2, 4
-VOCABULARY_CHUNK, CHUNK_BYTES = 2048, 18
+VOCABULARY_CHUNK, CHUNK_BYTES = 2048, 22
 """Entries of the vocabulary of which prime-rl's head computes logits at once, and the bytes per
-logit there: 2 before the cast, 4 each for the logits, probabilities, and gradients before and after
-they are replaced (models/layers/lm_head.py at d8f290e)."""
+logit there in backward: 2 before the cast, 4 each for logits, what they differ from the log-sum-exp
+by, probabilities, and probabilities and gradients of the chunk before (models/layers/lm_head.py at
+d8f290e, run on tensors without values)."""
 
 
 def _vocabulary_chunk_bytes(run: Run, spec: ModelSpec) -> int:
@@ -583,7 +584,7 @@ def _norm_bytes(run: Run, spec: ModelSpec) -> int:
     nothing is compiled: a block's attention branches on a value of `position_ids`
     (modeling_flash_attention_utils.py of transformers 4.56.1), its adapters assert one
     (models/layers/lora/multi_linear.py), and a checkpointed block that cannot be traced whole runs
-    as it is.
+    as it is. Of experts without adapters that is a guess: whether FlashAttention 3 could be traced.
     """
     layer = spec.largest_layer
     heads = layer.num_attention_heads + layer.num_key_value_heads
@@ -616,7 +617,7 @@ def _mlp_bytes(run: Run, spec: ModelSpec) -> int:
 
 
 def _expert_matrix(spec: ModelSpec) -> Matrix:
-    """Returns the matrices of the experts of a layer with the most columns per row, their last."""
+    """Returns the last matrices of a layer's experts: width of an expert → residual stream."""
     return next(each for each in reversed(spec.largest_layer.matrices) if each.count > 1)
 
 
