@@ -18,7 +18,8 @@ from typing import Any
 
 from bench.harness import RESULTS, Table, facts, markdown
 from bench.published_fit import Fit, fitted, median, ninetieth, unseen_errors
-from bench.published_runs import CAUSES, HIDDEN, Case, cases, peak_bytes, runs, settings
+from bench.published_memory import peak_bytes
+from bench.published_runs import CAUSES, HIDDEN, Case, cases, runs, settings
 from bench.recipes import ROOT, replaced, stand_in
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.mixes import load_mix

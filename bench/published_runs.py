@@ -1,12 +1,18 @@
-"""Runs of other trainers as they published them, and our predictions of their speed and memory.
+"""Runs of other trainers as they published them, and our predictions of their speed; of their
+memory: bench/published_memory.py.
 
 `published_runs.csv` has a run per line: its source, model, GPUs and split, what was measured, and
 what was assumed. Sources:
 
 - TRL, pull request 6845 and, with activations on the host, accelerate's 4175: in float32, which
   accelerate casts to (fsdp_utils.py); from 30B on with weights and optimizer on the host, and the
-  32B's MLP cut by a function that keeps what it cut (TRL's 6846). torchtune, README.md at 0031bfb;
-  ms-swift, examples/ and its quick start
+  32B's MLP cut by a function that keeps what it cut (TRL's 6846)
+- torchtune, README.md at 0031bfb
+- ms-swift, examples/ and its quick start: long_text/ring_attention/ and ulysses/ at f9afe2d,
+  long_text/zero3.sh at 9d09048 and e3f2708, which became liger_kernel.sh. Its log has the most that
+  the allocator reserved in GiB (swift/trainers/mixin.py), but its scripts say GB of some. A loss of
+  sequence parallelism has logits in two bytes, its softmax and gradients too (6 in all); by chunks
+  of 2,048 of 64,000 tokens, gradients replace logits (2.19; trainers/sequence_parallel/utils.py)
 - torchtitan, benchmarks/ at 31a17bf and 1af2937; its attention is FlashAttention 2
   (models/attention.py there), its float8 torchao's (`casts`); selective recomputation computes
   every second product again (`every_second`; parallelize_llama.py at 9dec370), and the loss is
@@ -44,8 +50,6 @@ import numpy as np
 from bench.recipes import MODELS, stand_in
 from longctx.config import Config, load
 from longctx.errors import UserError
-from longctx.memory.loads import full_loads
-from longctx.memory.model import _moments
 from longctx.model.published import LLAMA, LLAMA_70B, QWEN3
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.fixed import ShardedStates, with_fixed_costs
@@ -533,98 +537,6 @@ def _measured_s(run: Run) -> float:
         return run.speed
     done = flops(run) / 1e12 if run.speed_unit.startswith("TFLOP") else run.documents * run.length
     return done / run.speed / run.gpus
-
-
-def peak_bytes(run: Run) -> int:
-    """Predicts the peak of the allocator on the fullest GPU, without what it reserves beside.
-
-    With `whole_logits` the loss keeps all logits and their gradients, with 12 bytes or as many as
-    are given; with `bf16_states` weights, gradients and moments have two bytes instead of four;
-    with `float32_frozen` frozen weights have four; with `whole_weights` all weights of a rank are
-    there in two bytes, as Megatron's distributed optimizer keeps them. With `gathered_kv` attention
-    holds K and V of all ranks, and gradients of one rank's at a time, as PyTorch's ring does by
-    default. With `composed` the blocks are transformers' own; with `sdpa` they copy the output of
-    attention, and with `tiles` the backward of an MLP has one tile.
-    """
-    config, vocabulary = settings(run)
-    spec = replace(config.model_source(vocabulary).spec, vocab_size=vocabulary)
-    logits = 0
-    if "whole_logits" in run.other:
-        per_logit = int(run.other["whole_logits"] or 12)
-        logits = per_logit * run.tokens_per_rank * vocabulary // run.tp
-    frozen = 0
-    if "float32_frozen" in run.other:
-        shards = config.parallel.shard_ranks or config.domain(run.gpus)
-        frozen = 2 * (spec.parameters - spec.trained_parameters) // shards
-    gathered = _gathered_kv_bytes(run, spec) if "gathered_kv" in run.other else 0
-    whole = 0
-    if "whole_weights" in run.other and "lora" not in run.other:
-        whole = 2 * spec.parameters // (run.tp * run.pp)
-    found = []
-    loads = list(full_loads(config, run.gpus))
-    for moment in _moments(spec, config, run.gpus, loads, True):
-        states = moment.parameters + moment.optimizer + moment.gradients
-        halved = "bf16_states" in run.other and "lora" not in run.other
-        saved = states // 2 if halved else 0
-        more = logits if moment.moment == "loss" else 0
-        more += max(0, whole - moment.gathered_weights)
-        if moment.remote_kv:
-            more += gathered
-        if "zero3" in run.other:
-            more += _zero3_bytes(run, spec)
-        if moment.moment.startswith(IN_BLOCK):
-            more += _block_bytes(run, spec, moment.moment)
-        if "every_second" in run.other and moment.activations:
-            more += _kept_products_bytes(run, spec)
-        found.append(moment.total - moment.device - saved + frozen + more)
-    return max(found)
-
-
-IN_BLOCK = "backward of the last MLP", "backward of the last attention"
-"""Moments in the backward of a block."""
-TILE = 16_384
-"""Tokens of a tile of TRL's MLP."""
-
-
-def _block_bytes(run: Run, spec: ModelSpec, moment: str) -> int:
-    """Returns what a block of the stack holds beside ours in backward."""
-    layer = spec.largest_layer
-    width = 2 * run.tokens_per_rank
-    held = 0
-    if "sdpa" in run.other:
-        held += width * layer.num_attention_heads * layer.head_dim
-    if "tiles" in run.other and moment == IN_BLOCK[0]:
-        outside = run.tokens_per_rank - TILE
-        held -= 2 * 2 * outside * layer.intermediate_size
-    return held
-
-
-def _zero3_bytes(run: Run, spec: ModelSpec) -> int:
-    """Returns what DeepSpeed's stage 3 holds beside, with its optimizer on the CPU: shards of
-    weights in two bytes, and its bucket of gradients (`reduce_bucket_size` of
-    deepspeed/runtime/zero/config.py at 1b88ac3, `__ipg_bucket_flat_buffer` of stage3.py)."""
-    bucket = 500_000_000
-    return 2 * (spec.parameters // run.gpus + bucket)
-
-
-def _kept_products_bytes(run: Run, spec: ModelSpec) -> int:
-    """Returns the bytes that torchtitan's selective recomputation keeps beside those of `mlp`: of
-    every block the output of the MLP's first matrix, but not K. Compiled blocks do not keep what
-    their backward does not need: the MLP's output."""
-    values = 0
-    for layer in spec.layers:
-        values += layer.intermediate_size - layer.num_key_value_heads * layer.head_dim
-        if "composed" not in run.other:
-            values -= layer.hidden_size
-    return 2 * values * run.tokens_per_rank // run.tp
-
-
-def _gathered_kv_bytes(run: Run, spec: ModelSpec) -> int:
-    """Returns the bytes of K and V of the ranks that a ring in rounds would not hold: it holds its
-    own and two more."""
-    layer = spec.largest_layer
-    row = 2 * 2 * layer.num_key_value_heads * layer.head_dim
-    return max(0, run.cp - 3) * row * run.tokens_per_rank
 
 
 def flops(run: Run) -> float:

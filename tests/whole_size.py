@@ -27,7 +27,7 @@ from longctx.attention import exchange
 from longctx.attention.kernels import KERNELS, KernelRequest, choose_kernel
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
-from longctx.memory.live import Live as LiveTensors
+from longctx.hf.live import Live as LiveTensors
 from longctx.memory.loads import micro_batch_loads
 from longctx.memory.model import Memory, RankMemory
 from longctx.parallel import mesh as mesh_module

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longctx.hf.linear import linear_layers
-from longctx.memory.live import Live
+from longctx.hf.live import Live
 from longctx.planning.cost.spec import OwnBlock
 
 TOKENS = 2**20

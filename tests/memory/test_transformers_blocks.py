@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface
 
 from longctx.config import load
+from longctx.hf.live import Live
 from longctx.hf.own_blocks import BlockCode
 from longctx.hf.spec import _layer_spec
 from longctx.memory.block import BlockMemory
-from longctx.memory.live import Live
 from longctx.memory.loads import Load
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from tests.marks import slow_unless
