@@ -137,7 +137,8 @@ def _of_norms_inside(attention: nn.Module, config: Any) -> float:
     """Returns the bytes per token that norms of heads and latents keep."""
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = {"q": config.num_attention_heads, "k": keys}
     kept = 0.0
     for name, module in attention.named_children():
         weight = getattr(module, "weight", None)
@@ -156,19 +157,18 @@ def trace(module: nn.Module, width: int, *, of_input: bool) -> Traced:
     live = Live(torch.device("cpu"))
     for weight in module.parameters():
         live.add(weight)
-    weights = live.now
     given = torch.empty(1, TOKENS, width, requires_grad=True)
+    live.add(given)
+    beside = live.now
     with live:
-        # The input is then one of the tensors that are counted, as long as something keeps it.
-        out = module(given.view_as(given) if not of_input else given * 1)
-        out = out[0] if isinstance(out, tuple) else out
+        # A copy is counted as long as something keeps it.
+        out = module(given * 1) if of_input else module(given)
+        if isinstance(out, tuple):
+            out = out[0]
         gradient = torch.empty_like(out)
-        beside = weights + out.nbytes + gradient.nbytes
-        if not of_input:
-            live.add(given)
-            beside += given.nbytes
+        beside += out.nbytes + gradient.nbytes
         kept = live.now - beside
         live.peak = live.now
         torch.autograd.backward(out, gradient)
-    peak = live.peak - beside
-    return Traced(kept / TOKENS, (peak - kept) / TOKENS)
+    gradients = live.peak - beside - kept
+    return Traced(kept / TOKENS, gradients / TOKENS)

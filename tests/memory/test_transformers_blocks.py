@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, T5Config
+from transformers.models.t5.modeling_t5 import T5Block
 
 from longctx.config import load
 from longctx.hf.live import Live
@@ -160,3 +161,27 @@ def test_the_ledger_is_that_of_blocks_of_transformers(family: str) -> None:
     print(f"{family}: kept {kept / found.kept:.3f}, peak {peak / found.peak:.3f}")
     assert kept == pytest.approx(found.kept, rel=WITHIN.get(family, 0.03))
     assert peak == pytest.approx(found.peak, rel=WITHIN.get(family, 0.03))
+
+
+def test_a_block_of_other_parts_is_left_to_the_formula() -> None:
+    """T5's has a list of layers; nothing stays changed."""
+    config = T5Config(d_model=64, d_kv=16, d_ff=128, num_heads=4, num_layers=1)
+    block = T5Block(config)
+    code = BlockCode.of([block], config)
+    assert code is not None and code.composes_norms
+    state = torch.get_rng_state()
+    assert code.block("bfloat16", frozen=False) is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_frozen_norms_keep_less_than_trained_ones() -> None:
+    """Their input in float32, without the normalized one; of 2,048 values of each of two norms, half
+    of them apart from the MLP."""
+    code = measured("llama", torch.bfloat16).code
+    trained = code.block("bfloat16", frozen=False)
+    frozen = code.block("bfloat16", frozen=True)
+    assert trained is not None and frozen is not None
+    assert trained.norms == pytest.approx(6 * 2048, rel=0.01)
+    assert frozen.norms == pytest.approx(4 * 2048, rel=0.01)
+    assert trained.gradients == frozen.gradients
