@@ -7,12 +7,14 @@ what was assumed. Sources:
 - TRL, pull request 6845 and, with activations on the host, accelerate's 4175: in float32, which
   accelerate casts to (fsdp_utils.py); from 30B on with weights and optimizer on the host, and the
   32B's MLP cut by a function that keeps what it cut (TRL's 6846)
-- torchtune, README.md at 0031bfb
+- torchtune, README.md at 0031bfb, which says that it is compiled
 - ms-swift, examples/ and its quick start: long_text/ring_attention/ and ulysses/ at f9afe2d,
   long_text/zero3.sh at 9d09048 and e3f2708, which became liger_kernel.sh. Its log has the most that
   the allocator reserved in GiB (swift/trainers/mixin.py), but its scripts say GB of some. A loss of
   sequence parallelism has logits in two bytes, its softmax and gradients too (6 in all); by chunks
-  of 2,048 of 64,000 tokens, gradients replace logits (2.19; trainers/sequence_parallel/utils.py)
+  of 2,048 of 64,000 tokens, gradients replace logits (2.19; trainers/sequence_parallel/utils.py).
+  Liger's norms and MLP (`liger`) are taken to be as fast as compiled ones. Megatron's selective
+  recomputation computes attention alone again: 4.5 passes in place of 3.5 (`attention=1.29`)
 - torchtitan, benchmarks/ at 31a17bf and 1af2937; its attention is FlashAttention 2
   (models/attention.py there), its float8 torchao's (`casts`); selective recomputation computes
   every second product again (`every_second`; parallelize_llama.py at 9dec370), and the loss is
