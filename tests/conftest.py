@@ -37,6 +37,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_a_file_leaves_lasts() -> Iterator[None]:
+    """Nobody looks again at what caches and imports of a file keep: of syntax trees, millions of
+    objects."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
     """The pool of processes for tests over several ranks."""
