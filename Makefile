@@ -9,6 +9,8 @@ endif
 PYTEST_ARGS ?= -m "not slow and not gpu"
 # Tests start many processes: modules that are not kept compiled would be compiled by each of them.
 export PYTHONDONTWRITEBYTECODE :=
+# As torchrun sets it: threads that wait for each other take the cores of other tests.
+export OMP_NUM_THREADS ?= 1
 
 # The first Python >= 3.11 on the path, unless PYTHON says which one.
 SUITABLE := import sys; sys.exit(sys.version_info < (3, 11))
@@ -58,7 +60,7 @@ finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M par
 	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/python examples/ask.py $(RUN)/merged
 
 test: check  ## Lint, check types and run the tests
-	$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
 test-release: PYTEST_ARGS := -m "not gpu"
 test-release: $(VENV)/installed-docs test  ## The same with pages, examples, wheels, benchmarks and all that is slow; takes hours

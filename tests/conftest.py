@@ -1,6 +1,7 @@
 """What all tests share: the pool of processes, the repository's root, property tests that draw the
 same examples each time."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,26 @@ if not torch.cuda.is_available():
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("explore", deadline=None, max_examples=250, print_blob=True)
 settings.load_profile("steady")
+
+
+# What is imported and collected lasts for the run: to look for garbage in it, at every collection,
+# takes an eighth of the time of the tests.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Looks for garbage from here on, in what tests make."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_a_file_leaves_lasts() -> Iterator[None]:
+    """Nobody looks again at what caches and imports of a file keep: of syntax trees, millions of
+    objects."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

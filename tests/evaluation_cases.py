@@ -61,7 +61,7 @@ def train_checkpoint(folder: Path, store: Path, run: Path) -> None:
         f"model.from_pretrained={folder}",
         "model.implementation=transformers",
     ]
-    settings += [f"data.store={store}", f"train.run_dir={run}", "batch.tokens_per_rank=1500"]
+    settings += [f"data.store={store}", f"train.run_dir={run}", "batch.tokens_per_rank=750"]
     config = load(None, settings, world_size=1)
     (run / "config.yaml").write_text(config.to_yaml(), "utf-8")
     trainer = assemble(Run.open(config), make_groups(torch.device("cpu"), timeout_s=60.0))

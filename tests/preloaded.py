@@ -24,8 +24,15 @@ MODULES = (
     "trl.trainer.rloo_trainer",
     "trl.trainer.sft_trainer",
     "longctx.trainers",
+    "pytest",
+    "hypothesis",
+    "torch.distributed.tensor.debug",
+    "torch._dynamo.testing",
+    "tests.training_cases",
+    "tests.trainer_cases",
 )
-"""What is not installed is passed over."""
+"""What is not installed is passed over. The last ones are what workers import to read the function
+that they shall run."""
 
 
 def _preload() -> None:

@@ -51,8 +51,8 @@ SMALL = [
     "model.overrides.num_attention_heads=4",
     "model.overrides.num_key_value_heads=2",
     "model.overrides.head_dim=8",
-    "data.max_length=1500",
-    "batch.global_tokens=4000",
+    "data.max_length=750",
+    "batch.global_tokens=2000",
     "train.steps=10",
     "optimizer.warmup_steps=2",
     "optimizer.learning_rate=0.01",
@@ -62,7 +62,7 @@ SMALL = [
 ]
 
 
-def make_store(folder: Path, lengths: Sequence[int] = (250, 500, 1051, 375)) -> Path:
+def make_store(folder: Path, lengths: Sequence[int] = (125, 250, 525, 187)) -> Path:
     """Prepares a byte-level store under `folder`: of some modules of the standard library a piece
     of each of these lengths.
 

@@ -224,7 +224,14 @@ class Reference:
 
     def states(self, sequence: Sequence) -> torch.Tensor:
         """Returns what the output layer gets [tokens, H]."""
-        return self._at_output(sequence)[2]
+        kept = list[torch.Tensor]()
+        hook = self.head.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+        try:
+            with torch.no_grad():
+                self.logits(sequence)
+        finally:
+            hook.remove()
+        return kept[0][0]
 
     def parts(self, sequence: Sequence) -> dict[str, torch.Tensor]:
         """Returns inputs and outputs of the parts of layers [tokens, width], in the order in which

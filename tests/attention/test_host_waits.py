@@ -24,7 +24,7 @@ ONCE = READ | {"__bool__ at _update"}
 """With AdamW on a CPU, which is not fused."""
 IDLE = {"clock at idle"}
 """Of a pipeline, beside the loss."""
-RING = ["batch.tokens_per_rank=750"]
+RING = ["batch.tokens_per_rank=376"]
 MIXTURE = [
     *(
         "model.preset=tiny-moe",

@@ -37,7 +37,7 @@ def measure_here(
     simulate a fault."""
     config = load(
         None,
-        [*SMALL, f"data.store={store}", "batch.tokens_per_rank=1500"],
+        [*SMALL, f"data.store={store}", "batch.tokens_per_rank=750"],
         world_size=dist.get_world_size(),
     )
     lines: list[str] = []

@@ -31,12 +31,12 @@ from tests.marks import slow_unless
 from tests.training_cases import make_store, train_then_save
 from tests.workers import Workers
 
-LENGTHS = (250, 500, 1475, 90, 40, 375)
-WHOLE = ["batch.tokens_per_rank=1500"]
+LENGTHS = (125, 250, 737, 45, 20, 187)
+WHOLE = ["batch.tokens_per_rank=750"]
 SPLITS = {
-    "three ranks": (3, ["batch.tokens_per_rank=500"]),
-    "tensor": (2, ["batch.tokens_per_rank=1500", "parallel.tensor_parallel_size=2"]),
-    "pipeline": (2, ["batch.tokens_per_rank=1500", "parallel.pipeline_parallel_size=2"]),
+    "three ranks": (3, ["batch.tokens_per_rank=250"]),
+    "tensor": (2, ["batch.tokens_per_rank=750", "parallel.tensor_parallel_size=2"]),
+    "pipeline": (2, ["batch.tokens_per_rank=750", "parallel.pipeline_parallel_size=2"]),
 }
 
 
@@ -49,7 +49,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a checkpoint, on two ranks."""
     folder = tmp_path_factory.mktemp("run")
-    workers.run(train_then_save, 2, store, folder, ["batch.tokens_per_rank=750"], 2)
+    workers.run(train_then_save, 2, store, folder, ["batch.tokens_per_rank=376"], 2)
     return folder
 
 
@@ -103,7 +103,7 @@ def test_the_losses_are_those_of_a_plain_loop(
     store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
     """Compared with sums by numpy over the token losses of transformers."""
-    plain = plain_losses(checkpoint, store, 1500)
+    plain = plain_losses(checkpoint, store, 750)
     everything = np.concatenate([values for _, values in plain])
     found = alone["checkpoint"]
     assert found["overall"]["loss"] == pytest.approx(everything.mean(), rel=1e-5)
@@ -139,7 +139,7 @@ def test_long_documents_are_cut_as_in_training(
 
 
 def test_ranks_without_a_token(workers: Workers, store: Path, checkpoint: Path, run: Path) -> None:
-    """The first document has 250 tokens, too few to be split over a ring."""
+    """The first document has 125 tokens, too few to be split over a ring."""
     for name, settings in ((str(checkpoint), FOR_CHECKPOINTS), (str(run), [])):
         one = workers.run(losses, 1, name, store, [*settings, *WHOLE], 1)[0]
         three = workers.run(
@@ -193,7 +193,7 @@ def test_the_command_writes_into_the_run(
 ) -> None:
     printed = json.loads(
         launched.run(
-            "eval", run, "--store", store, "--json", "--batch.tokens_per_rank=750", ranks=2
+            "eval", run, "--store", store, "--json", "--batch.tokens_per_rank=376", ranks=2
         )[0]
     )
     assert json.loads((run / "eval.json").read_text()) == printed
@@ -216,7 +216,7 @@ def test_the_table_of_a_checkpoint(
         f"loss {overall['loss']:.4f}, perplexity {overall['perplexity']:.3f} over "
         f"{overall['tokens']:,}" in printed
     )
-    assert "1,024 to 2,047" in printed
+    assert "512 to 1,023" in printed
     assert sorted(checkpoint.iterdir()) == before, "a checkpoint is left as it is"
 
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_evaluated_is_refused(
         text.format(run=run, store=store, checkpoint=checkpoint, folder=tmp_path)
         for text in arguments
     ]
-    assert main(["eval", *filled, "--batch.tokens_per_rank=1500"]) == 2
+    assert main(["eval", *filled, "--batch.tokens_per_rank=750"]) == 2
     assert words in capfd.readouterr().err
 
 

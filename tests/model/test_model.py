@@ -156,17 +156,17 @@ def test_lengths_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(NewDecoder, "check_length", lambda _, length: longest.append(length))
     for store, more in (
         (short, []),
-        (long, ["data.max_length=1024"]),
+        (long, ["data.max_length=512"]),
         (long, []),
         (short, [f"eval.store={long}", "eval.every=1"]),
     ):
         config = load(
             None,
-            ["data.max_length=1500", "batch.tokens_per_rank=1500", *more, f"data.store={store}"],
+            ["data.max_length=750", "batch.tokens_per_rank=750", *more, f"data.store={store}"],
         )
         data = RunData.open(config)
         check_model(config, data, config.model_source(data.vocab_size), 1)
-    assert longest[0] < 300 and longest[1:] == [1024, 1052, 1052]
+    assert longest[0] < 300 and longest[1:] == [512, 526, 526]
 
 
 def test_first_weights_depend_on_seed_and_name_alone() -> None:

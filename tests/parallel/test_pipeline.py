@@ -40,7 +40,7 @@ def pipeline(ranks: int, chunks: int = 1) -> list[str]:
     ]
 
 
-HALF, STATIC = "batch.tokens_per_rank=750", ["context.mode=static", "context.degree=2"]
+HALF, STATIC = "batch.tokens_per_rank=376", ["context.mode=static", "context.degree=2"]
 
 
 TENSOR = "parallel.tensor_parallel_size=2"
@@ -49,11 +49,11 @@ TENSOR = "parallel.tensor_parallel_size=2"
 RESUMED = {
     "into an interleaved one": ((1, [LAYERS]), (2, pipeline(2, 2))),
     "into one with tensor ranks": (
-        (3, [LAYERS, "batch.tokens_per_rank=500"]),
+        (3, [LAYERS, "batch.tokens_per_rank=250"]),
         (4, [*pipeline(2), TENSOR]),
     ),
     "from tensor ranks": (
-        (6, [LAYERS, TENSOR, "batch.tokens_per_rank=500"]),
+        (6, [LAYERS, TENSOR, "batch.tokens_per_rank=250"]),
         (4, [*pipeline(2), HALF]),
     ),
 }
@@ -81,7 +81,7 @@ def test_buffers_exist_for_micro_batches_under_way(
 ) -> None:
     """Not for all micro-batches of a step: hidden states and gradients of two, and one message that
     is still being sent."""
-    settings = [*pipeline(2), "batch.tokens_per_rank=1500", "batch.global_tokens=20000"]
+    settings = [*pipeline(2), "batch.tokens_per_rank=750", "batch.global_tokens=10000"]
     for micro_batches, most in workers.run(
         training_cases.buffers_of_a_pipeline, 2, store, tmp_path, settings
     ):
@@ -104,7 +104,7 @@ def test_blocks_are_resharded_after_their_backward(
 
 
 def test_gradients_are_added_up_in_float32(workers: Workers, store: Path, tmp_path: Path) -> None:
-    settings = [*pipeline(2, 2), "parallel.reshard_after=step", "batch.global_tokens=12000"]
+    settings = [*pipeline(2, 2), "parallel.reshard_after=step", "batch.global_tokens=9000"]
     settings.append("train.dtype=bfloat16")
     for unsummed in workers.run(
         training_cases.unsummed_gradients_in_a_pipeline, 2, store, tmp_path, settings

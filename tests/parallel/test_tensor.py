@@ -63,8 +63,8 @@ def alone_odd(
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (8, [FOUR, "batch.tokens_per_rank=752"]),
-        (8, [TWO, "batch.tokens_per_rank=500", "parallel.shard_ranks=2"]),
+        (8, [FOUR, "batch.tokens_per_rank=376"]),
+        (8, [TWO, "batch.tokens_per_rank=250", "parallel.shard_ranks=2"]),
     ],
 )
 def test_sizes_need_not_be_divisible(
@@ -82,11 +82,11 @@ def test_sizes_need_not_be_divisible(
 def test_resume_of_sizes_that_are_not_divisible(
     workers: Workers, store: Path, alone_odd: list[StepMetrics], tmp_path: Path
 ) -> None:
-    settings = [*ODD, TWO, "batch.tokens_per_rank=750"]
+    settings = [*ODD, TWO, "batch.tokens_per_rank=376"]
     workers.run(train_then_save, 4, store, tmp_path / "saved", settings, 1)
     for ranks, other in (
-        (1, [WITHOUT, "batch.tokens_per_rank=1500"]),
-        (2, ["batch.tokens_per_rank=1500"]),
+        (1, [WITHOUT, "batch.tokens_per_rank=750"]),
+        (2, ["batch.tokens_per_rank=750"]),
     ):
         run = shutil.copytree(tmp_path / "saved", tmp_path / f"on-{ranks}")
         assert_equal(
@@ -108,7 +108,7 @@ def first_weights(store: Path, run: Path, settings: list[str]) -> tuple[float, i
     """Returns the share of the model's parameters on this rank, and the maximum length of
     documents."""
     trainer = start(
-        store, run, [TWO, UNTIED, "data.max_length=null", "batch.tokens_per_rank=700", *settings]
+        store, run, [TWO, UNTIED, "data.max_length=null", "batch.tokens_per_rank=350", *settings]
     )
     trainer.loader.close()
     whole = Decoder(trainer.model.shape)
@@ -129,7 +129,7 @@ def test_first_weights_and_documents_do_not_depend_on_the_split(
     shares = [share for share, _ in answers]
     assert sum(shares) == pytest.approx(1, abs=0.02), "only norms are on both ranks of the axis"
     assert max(shares) < 1.08 / ranks
-    assert {longest for _, longest in answers} == {700 * ranks // 2}, (
+    assert {longest for _, longest in answers} == {350 * ranks // 2}, (
         "the ranks of the domain hold a document, not all of them"
     )
 
@@ -259,7 +259,7 @@ MIXTURE = ["model.preset=tiny-moe", "model.overrides.moe_intermediate_size=16"]
         (2, [*MIXTURE, "parallel.expert_parallel_size=2", "train.mlp_tile_tokens=100"]),
         pytest.param(2, [*MIXTURE, "parallel.expert_parallel_size=2"], marks=pytest.mark.slow),
         pytest.param(4, [*MIXTURE, TWO], marks=pytest.mark.slow),
-        pytest.param(4, [TWO, *ODD, "batch.tokens_per_rank=752"], marks=pytest.mark.slow),
+        pytest.param(4, [TWO, *ODD, "batch.tokens_per_rank=376"], marks=pytest.mark.slow),
     ],
 )
 def test_split_layers_are_recomputed_without_modes(

@@ -104,11 +104,11 @@ def test_lines_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     longctx.prepare(str(texts), tmp_path / "store", tokenizer="bytes")
     settings = {
         "data.store": tmp_path / "store",
-        "data.max_length": 2048,
+        "data.max_length": 768,
         "model.vocab_size": 4096,
         "data.long_documents": "split",
-        "batch.global_tokens": 4096,
-        "batch.tokens_per_rank": 2048,
+        "batch.global_tokens": 1024,
+        "batch.tokens_per_rank": 512,
         "context.profile": ROOT / "examples" / "slow_network.yaml",
         "train.run_dir": tmp_path / "run",
         "train.steps": 2,

@@ -85,13 +85,13 @@ def copies(store: Path, run: Path, settings: list[str], spoiled: str | None) -> 
 @pytest.mark.parametrize(
     ("ranks", "settings", "spoiled"),
     [
-        (2, ["parallel.shard_ranks=1", "batch.tokens_per_rank=800"], "layers.0.mlp.up_proj.weight"),
+        (2, ["parallel.shard_ranks=1", "batch.tokens_per_rank=400"], "layers.0.mlp.up_proj.weight"),
         (
             2,
-            ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=1500"],
+            ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750"],
             "layers.1.input_layernorm.weight",
         ),
-        (2, ["batch.tokens_per_rank=800"], None),
+        (2, ["batch.tokens_per_rank=400"], None),
     ],
 )
 def test_a_flipped_bit_of_a_copy_is_found(
@@ -120,7 +120,7 @@ def arguments(tmp_path: Path, store: Path, *given: str) -> list[str]:
         *SMALL,
         f"data.store={store}",
         f"train.run_dir={tmp_path / 'run'}",
-        "batch.tokens_per_rank=1500",
+        "batch.tokens_per_rank=750",
         *given,
     ]
     return ["train", *(f"--{setting}" for setting in settings)]

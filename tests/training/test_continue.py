@@ -68,17 +68,17 @@ def files(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
     }
     runs: dict[str, dict[str, Any]] = {
-        "short": {"data": short, "batch": {"global_tokens": 1500, "tokens_per_rank": 300}},
+        "short": {"data": short, "batch": {"global_tokens": 750, "tokens_per_rank": 300}},
         "long": {
             "data": {"max_length": 700, "store": mix(stores, 1, 2)},
-            "batch": {"global_tokens": 2500, "tokens_per_rank": 720},
+            "batch": {"global_tokens": 1250, "tokens_per_rank": 720},
             "model": extended,
             "train": {"recompute": "selective"},
         },
         "short_again": {
             "data": short,
             "model": extended,
-            "batch": {"global_tokens": 1500, "tokens_per_rank": 300},
+            "batch": {"global_tokens": 750, "tokens_per_rank": 300},
         },
     }
     folder = tmp_path_factory.mktemp("settings")

@@ -20,7 +20,7 @@ from tests.workers import Workers
 
 STEPS, LIMIT_S = 3000, 400
 SETTINGS = [
-    "batch.tokens_per_rank=1500",
+    "batch.tokens_per_rank=750",
     f"train.steps={STEPS}",
     "checkpoint.every=5",
     "checkpoint.keep=null",

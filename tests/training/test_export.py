@@ -177,21 +177,21 @@ def test_an_export_needs_no_source(tmp_path: Path, sources: Path, run_of: RunOf)
 
 
 LENGTHENED = {
-    "as it was": ([], 1052, {"rope_type": "default", "rope_theta": 1e4}),
-    "base": (["model.rope_theta=50000.0"], 1052, {"rope_type": "default", "rope_theta": 5e4}),
+    "as it was": ([], 526, {"rope_type": "default", "rope_theta": 1e4}),
+    "base": (["model.rope_theta=50000.0"], 526, {"rope_type": "default", "rope_theta": 5e4}),
     "factor": (
         ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=2"],
-        1052,
+        526,
         {"rope_type": "linear", "factor": 2.0},
     ),
-    "adapters": (["lora.rank=4"], 1052, {"rope_type": "default", "rope_theta": 1e4}),
+    "adapters": (["lora.rank=4"], 526, {"rope_type": "default", "rope_theta": 1e4}),
     "enough": (
         ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=32"],
         2048,
         {"rope_type": "linear", "factor": 32.0},
     ),
 }
-"""Settings with which documents of up to 1,052 tokens train a checkpoint for 64; length and RoPE of
+"""Settings with which documents of up to 526 tokens train a checkpoint for 64; length and RoPE of
 the export."""
 
 
@@ -209,27 +209,27 @@ def test_an_export_is_as_long_as_what_was_trained(
         store,
         [tmp_path / "llama"],
         tmp_path / "runs",
-        ["batch.tokens_per_rank=1500", *settings],
+        ["batch.tokens_per_rank=750", *settings],
     )
     if case == "adapters":
         said = export(tmp_path / "runs/llama", tmp_path / "adapters")
         assert (
-            "the base ends at 64 tokens (max_position_embeddings), documents had up to 1,052: "
-            "--merge writes 1,052" in said
+            "the base ends at 64 tokens (max_position_embeddings), documents had up to 526: "
+            "--merge writes 526" in said
         )
     done = export(tmp_path / "runs/llama", tmp_path / "out", merge=case == "adapters")
     raised = (
-        r"max_position_embeddings (64|128) → 1,052, the longest document trained; "
-        if length == 1052
+        r"max_position_embeddings (64|128) → 526, the longest document trained; "
+        if length == 526
         else ""
     )
-    assert re.search(rf" 1 file; {raised}model_max_length of the tokenizer → 1,052$", done)
+    assert re.search(rf" 1 file; {raised}model_max_length of the tokenizer → 526$", done)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert (
         config.max_position_embeddings == length and rope.items() <= config.rope_parameters.items()
     )
     assert (
-        json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 1052
+        json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 526
     )
 
 
@@ -299,7 +299,7 @@ def test_new_weights_come_out_as_a_family_of_transformers(
         torch.testing.assert_close(
             model.eval()(tokens[None]).logits[0], logits, rtol=1e-4, atol=1e-5
         )
-    assert model.config.max_position_embeddings == 1052, "the longest document trained"
+    assert model.config.max_position_embeddings == 526, "the longest document trained"
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (
         tokenizer.decode(tokenizer.encode("def f(x):\n    return x")) == "def f(x):\n    return x"

@@ -34,7 +34,7 @@ from tests.faults import evidence as faults
 from tests.training_cases import SMALL, make_store, pretend_checkpoints, train_and_save
 from tests.workers import Workers
 
-ONE_RANK = "batch.tokens_per_rank=1500"
+ONE_RANK = "batch.tokens_per_rank=750"
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ def keys_of_moments(rows: int, columns: int, cut: int = 0) -> list[str]:
 
 def resumed_in_8_bits(store: Path, run: Path) -> None:
     """Resumes a run with moments in float32 with moments in 8 bits."""
-    settings = [*WIDE, "model.overrides.num_hidden_layers=2", "batch.tokens_per_rank=1500"]
+    settings = [*WIDE, "model.overrides.num_hidden_layers=2", "batch.tokens_per_rank=750"]
     train_then_save(store, run, settings, 1)
     train(store, run, [*settings, "optimizer.name=adamw-8bit"], 1, resume=True)
 
@@ -354,7 +354,7 @@ def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(
 ) -> None:
     """A checkpoint of two tensor ranks goes on without them; a rank without rows, as of adapters,
     saves what others do."""
-    settings = [*EIGHT_BIT, "batch.tokens_per_rank=1500"]
+    settings = [*EIGHT_BIT, "batch.tokens_per_rank=750"]
     whole = workers.run(train, 1, store, tmp_path / "whole", settings, 3)[0]
     workers.run(
         train_then_save,
@@ -391,7 +391,7 @@ RESUMED = {
 def test_runs_resume_bit_by_bit(workers: Workers, store: Path, tmp_path: Path, split: str) -> None:
     """And on another number of ranks, to the accuracy of sums in another order."""
     ranks, settings = SPLITS[split]
-    settings = [*settings, *RESUMED[split], "batch.tokens_per_rank=1500"]
+    settings = [*settings, *RESUMED[split], "batch.tokens_per_rank=750"]
     whole = workers.run(train, ranks, store, tmp_path / "whole", settings, 2)[0]
     workers.run(train_then_save, ranks, store, tmp_path / "saved", settings, 1)
     again = workers.run(train, ranks, store, tmp_path / "saved", settings, 1, True)[0]
@@ -408,7 +408,7 @@ def test_runs_resume_bit_by_bit(workers: Workers, store: Path, tmp_path: Path, s
 def test_memory_of_the_state_is_foretold(
     workers: Workers, store: Path, tmp_path: Path, split: str, name: str
 ) -> None:
-    settings = [*SPLITS[split][1], f"optimizer.name={name}", "batch.tokens_per_rank=1500"]
+    settings = [*SPLITS[split][1], f"optimizer.name={name}", "batch.tokens_per_rank=750"]
     actual, expected = workers.run(bytes_of_state, 1, store, tmp_path, settings)[0]
     assert actual == expected
 

@@ -54,7 +54,7 @@ def test_one_process_learns(alone: list[StepMetrics]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        ["batch.tokens_per_rank=750"],
+        ["batch.tokens_per_rank=376"],
         pytest.param(["parallel.tensor_parallel_size=2"], marks=pytest.mark.slow),
         pytest.param(["parallel.pipeline_parallel_size=2"], marks=pytest.mark.slow),
     ],
@@ -85,9 +85,9 @@ def test_resume_on_fewer_ranks_that_hold_every_document(
     both = workers.run(train, 2, store, tmp_path, settings, 1, True)[0]
     alone = workers.run(train, 1, store, tmp_path, settings, 1, True)[0]
     assert [m.loss for m in alone] == pytest.approx([m.loss for m in both], rel=1e-5)
-    apart = [*settings, "eval.every=4", f"eval.store={make_store(tmp_path, (200, 2000))}"]
+    apart = [*settings, "eval.every=4", f"eval.store={make_store(tmp_path, (200, 1000))}"]
     with pytest.raises(
-        AssertionError, match=r"can hold only \d+: set it to 2001, or start more processes"
+        AssertionError, match=r"can hold only \d+: set it to 1001, or start more processes"
     ):
         workers.run(train, 1, store, tmp_path, apart, 1, True)
 
@@ -97,7 +97,7 @@ def test_resume_takes_the_settings_of_the_optimizer_from_the_config(
     workers: Workers, store: Path, tmp_path: Path
 ) -> None:
     """Only the moments are those of the checkpoint."""
-    settings = ["batch.tokens_per_rank=750"]
+    settings = ["batch.tokens_per_rank=376"]
     other = ["optimizer.weight_decay=0.5", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-6"]
     for matrices, norms in workers.run(
         training_cases.resumed_with, 2, store, tmp_path, settings, other
@@ -113,7 +113,7 @@ def arguments(store: Path, run: Path, *more: str) -> list[str]:
     settings = [
         f"--{setting}" for setting in [*SMALL, f"data.store={store}", f"train.run_dir={run}"]
     ]
-    return ["train", *settings, "--batch.tokens_per_rank=1500", *more]
+    return ["train", *settings, "--batch.tokens_per_rank=750", *more]
 
 
 def test_sigterm_saves(store: Path, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_incomplete_checkpoint_is_not_used(
         1,
         store,
         tmp_path,
-        ["train.steps=3", "checkpoint.every=1", "batch.tokens_per_rank=1500"],
+        ["train.steps=3", "checkpoint.every=1", "batch.tokens_per_rank=750"],
     )
     folders = sorted((tmp_path / "checkpoints").iterdir())
     assert [folder.name for folder in folders] == ["step-000001", "step-000002", "step-000003"]
@@ -190,7 +190,7 @@ def test_resume_if_any(
 def test_weights_stay_gathered_as_configured(
     workers: Workers, store: Path, tmp_path: Path, when: str, later: int
 ) -> None:
-    settings = [f"parallel.reshard_after={when}", "batch.tokens_per_rank=750"]
+    settings = [f"parallel.reshard_after={when}", "batch.tokens_per_rank=376"]
     for steps in workers.run(training_cases.gathered_blocks, 2, store, tmp_path, settings):
         assert len(steps) == 2
         for gathered in steps:
@@ -205,7 +205,7 @@ def test_a_run_without_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = ["train.steps=2", "checkpoint.every=null", "batch.tokens_per_rank=1500"]
+    settings = ["train.steps=2", "checkpoint.every=null", "batch.tokens_per_rank=750"]
     assert workers.run(train_and_save, 1, store, tmp_path / "trial", settings) == [True]
     assert len(steps_in(tmp_path / "trial")) == 2
     assert not (tmp_path / "trial" / "checkpoints").exists()
@@ -230,7 +230,7 @@ def test_damaged_checkpoints_are_neither_counted_nor_deleted(
         "train.steps=3",
         "checkpoint.every=1",
         "checkpoint.keep=2",
-        "batch.tokens_per_rank=1500",
+        "batch.tokens_per_rank=750",
     ]
     workers.run(train_and_save, 1, store, tmp_path, settings)
     assert sorted(folder.name for folder in later.parent.iterdir()) == [

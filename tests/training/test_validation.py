@@ -37,21 +37,21 @@ EVERY_TWO = [
 SPLITS = {
     "three ranks, gathered all step": (
         3,
-        ["batch.tokens_per_rank=500", "parallel.reshard_after=step"],
+        ["batch.tokens_per_rank=250", "parallel.reshard_after=step"],
     ),
     "reduced after each micro-batch": (
         2,
-        ["batch.tokens_per_rank=750", "parallel.reduce_after=micro_batch"],
+        ["batch.tokens_per_rank=376", "parallel.reduce_after=micro_batch"],
     ),
     "two tensor ranks": (
         4,
         [
             "parallel.tensor_parallel_size=2",
-            "batch.tokens_per_rank=750",
+            "batch.tokens_per_rank=376",
             "train.recompute=selective",
         ],
     ),
-    "a pipeline": (2, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=1500"]),
+    "a pipeline": (2, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=750"]),
     "a pipeline in chunks": (
         2,
         ["parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2"],
@@ -67,7 +67,7 @@ Rows = list[dict[str, object]]
 def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Returns the rows of one process."""
     rows: Rows = workers.run(
-        run, 1, store, tmp_path_factory.mktemp("alone"), ["batch.tokens_per_rank=1500", LAYERS]
+        run, 1, store, tmp_path_factory.mktemp("alone"), ["batch.tokens_per_rank=750", LAYERS]
     )[0]
     return rows
 
@@ -133,7 +133,7 @@ def test_the_loss_is_the_mean_over_held_out_documents(
     workers: Workers, store: Path, tmp_path: Path
 ) -> None:
     found, wanted, names = workers.run(
-        forgotten, 1, store, tmp_path, ["batch.tokens_per_rank=1500"]
+        forgotten, 1, store, tmp_path, ["batch.tokens_per_rank=750"]
     )[0]
     assert 2 <= len(names) < 26
     assert found == pytest.approx(wanted, rel=1e-6)
@@ -143,7 +143,7 @@ def test_the_loss_is_the_mean_over_held_out_documents(
 def test_another_store_and_the_first_documents(
     workers: Workers, store: Path, tmp_path: Path
 ) -> None:
-    settings = ["data.held_out=0", f"eval.store={store}", "batch.tokens_per_rank=1500"]
+    settings = ["data.held_out=0", f"eval.store={store}", "batch.tokens_per_rank=750"]
     whole = workers.run(run, 1, store, tmp_path / "all", settings)[0][-1]
     some = workers.run(run, 1, store, tmp_path / "some", [*settings, "eval.documents=3"])[0][-1]
     assert whole["validation_tokens"] == int(Store.open(store).trained_tokens.sum())
@@ -212,7 +212,7 @@ def test_invalid_settings_are_refused(
             *SMALL,
             f"data.store={store}",
             f"train.run_dir={tmp_path}",
-            "batch.tokens_per_rank=1500",
+            "batch.tokens_per_rank=750",
         ]
     ]
     assert main(["train", *small, *settings]) == 2
@@ -240,7 +240,7 @@ def test_tensorboard_and_console_show_it(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    rows = workers.run(run, 1, store, tmp_path, ["batch.tokens_per_rank=1500"])[0]
+    rows = workers.run(run, 1, store, tmp_path, ["batch.tokens_per_rank=750"])[0]
     (tmp_path / "log").mkdir()
     log = MetricsLog(load(None, [f"train.run_dir={tmp_path / 'log'}"]), after_step=0)
     seen: dict[str, float] = {}
