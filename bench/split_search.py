@@ -102,7 +102,8 @@ def possible_splits(
     With 8 GPUs per node and 8 KV heads: tp 1, 2, 4, 8; for tp 2, pipelines of 1, 2, 4 ranks with a
     domain of 4, 2, 1.
     """
-    kv_heads, experts = spec.largest_layer.num_key_value_heads, spec.largest_layer.experts
+    kv_heads = spec.largest_layer.num_key_value_heads
+    experts = spec.experts
     for tensor in divisors(math.gcd(gpus, gpus_per_node, kv_heads)):
         held = [budget for budget in budgets if budget % tensor == 0]
         for ranks in divisors(gpus // tensor):

@@ -4,7 +4,7 @@ collective that a rank issues, in the order of its host.
 A view is a process forked from this one, with torch's process group that sends nothing, and real
 tensors of a tiny model. All code of a step runs: groups, plan, forward, backward, norm, optimizer,
 numbers. What would arrive is made up, so numbers mean nothing; orders and sizes do not depend on
-them.
+them, but for the rows that travel to experts, which are not compared.
 """
 
 import multiprocessing
@@ -44,6 +44,8 @@ SHORT = [90, 64, 33, 20, 5]
 """Lengths of further documents."""
 HERE = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators that issue nothing."""
+ROWS = "alltoall_base_"
+"""Rows that a router chooses travel to their experts."""
 
 
 class Group(NamedTuple):
@@ -89,6 +91,9 @@ class Recorder(TorchDispatchMode):
         namespace, kind = name.split("::")
         if "c10d" in namespace and kind not in HERE:
             self.record(kind, args)
+        if kind == ROWS:  # torch makes them up from those that leave, and there may be none
+            arrived, _, group, received, _, *others = args
+            args = arrived, torch.ones_like(arrived), group, received, received, *others
         out = func(*args, **kwargs)
         if kind == "recv_":
             for tensor in args[0]:
@@ -102,6 +107,8 @@ class Recorder(TorchDispatchMode):
         assert len(groups) == 1, f"{kind} of {args}"
         group = groups[0]
         tensors = [each for each in tree_iter(args) if isinstance(each, torch.Tensor)]
+        if kind == ROWS:
+            tensors = [each[:0] for each in tensors]
         sizes = tuple(f"{tuple(each.shape)} {each.dtype}" for each in tensors)
         peer = None
         if kind in ("send", "recv_"):

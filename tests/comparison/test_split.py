@@ -360,6 +360,13 @@ def test_every_possible_split_keeps_the_rules() -> None:
         check(config.changed(split.settings), world_size=48)
 
 
+def test_experts_are_split_beside_a_larger_dense_layer() -> None:
+    shape = PRESETS["tiny-moe"].model_copy(update={"moe_intermediate_size": 16})
+    assert not shape.spec.largest_layer.experts
+    splits = possible_splits(shape.spec, 8, 8, budgets=(1024,))
+    assert {split.expert for split in splits} == {1, 2, 4, 8}
+
+
 def test_models_that_do_not_fit_are_split_further() -> None:
     """70B on 16 GPUs with 80 GB: gradients of a pipeline rank or shards of all, but never whole
     copies."""
