@@ -133,10 +133,9 @@ def _mlp_bytes(run: Run, spec: ModelSpec) -> int:
         return -2 * BF16 * layer.intermediate_size * (tokens - TILE)
     if run.other.get("rows") == "titan":
         assert spec.own is not None
-        ours = spec.own.block("bfloat16", frozen=spec.adapted)
+        ours = spec.own.bytes_per_token("bfloat16", frozen=spec.adapted)
         assert ours is not None
-        norm = FLOAT32 if spec.adapted else FLOAT32 + BF16
-        in_mlp = ours.mlp - norm * spec.hidden_size + ours.gradients
+        in_mlp = ours.mlp + ours.gradients
         rows = _expert_matrix(spec).used * spec.hidden_size
         theirs = (4 * FLOAT32 + BF16) * rows + 4 * BF16 * layer.intermediate_size
         return round(tokens * (theirs - in_mlp))

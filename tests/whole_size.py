@@ -27,7 +27,7 @@ from longctx.attention import exchange
 from longctx.attention.kernels import KERNELS, KernelRequest, choose_kernel
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
-from longctx.hf.live import Live as LiveTensors
+from longctx.hf.live import LiveFakes
 from longctx.memory.loads import micro_batch_loads
 from longctx.memory.model import Memory, RankMemory
 from longctx.parallel import mesh as mesh_module
@@ -131,7 +131,7 @@ class FakeHostWaits(HostWaits):
         return read[name] if name in read else torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
-class Live(LiveTensors):
+class Live(LiveFakes):
     """Follows custom operators inside."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

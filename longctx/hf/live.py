@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class Live(TorchDispatchMode):
+class LiveFakes(TorchDispatchMode):
     """Counts the bytes of the fake tensors of a device that are alive, `now`, and their `peak`."""
 
     def __init__(self, device: torch.device) -> None:

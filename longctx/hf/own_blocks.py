@@ -2,8 +2,9 @@
 tensors, as no formula is right for all families."""
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -13,7 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longctx.hf.linear import linear_layers
-from longctx.hf.live import Live
+from longctx.hf.live import LiveFakes
+from longctx.model.experts import stacks_experts
 from longctx.planning.cost.spec import OwnBlock
 
 TOKENS = 2**20
@@ -22,13 +24,15 @@ MODELS = "transformers.", "transformers_modules."
 """Where classes of blocks are defined, below those that sharding makes of them."""
 NORM = "Norm"
 """Part of the names of classes of norms."""
+NORM_OF_QUERIES = re.compile(r"(^|\.)(q|query)_(layer)?norm$")
+NORM_OF_KEYS = re.compile(r"(^|\.)(k|key)_(layer)?norm$")
+"""Names of modules that normalize the heads of queries, and of keys."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes per token of a module beside its weights: kept for backward, its input included only
-    where `of_input` says so; and at the peak of backward beside those and the gradient of its
-    output."""
+    """Bytes per token of a module beside its weights: what it keeps for backward, and what its
+    backward has at its peak beside that and the gradient of its output."""
 
     kept: float
     gradients: float
@@ -43,7 +47,7 @@ class BlockCode:
 
     Attributes:
         kind: its class.
-        config: of the model's text, by which `sizes` say the same.
+        config: a copy of that of the model's text, of which `sizes` say the same.
         layer: its number.
         experts: implementation of experts.
         composes_norms: whether norms are simple operations, each of which keeps its result.
@@ -65,15 +69,15 @@ class BlockCode:
             if kind.__module__.startswith(MODELS):
                 return cls(
                     kind,
-                    config,
-                    sizes=config.to_json_string(use_diff=False),
+                    copy.copy(config),
+                    sizes=repr(config.to_dict()),
                     layer=layer,
                     experts=getattr(config, "_experts_implementation", None),
                     composes_norms=_composes_norms(blocks[layer]),
                 )
         return None
 
-    def block(self, dtype: str, *, frozen: bool) -> OwnBlock | None:
+    def bytes_per_token(self, dtype: str, *, frozen: bool) -> OwnBlock | None:
         return _traced(self, dtype, frozen=frozen)
 
 
@@ -85,9 +89,15 @@ def _composes_norms(block: nn.Module) -> bool:
 def _traced(code: BlockCode, dtype: str, *, frozen: bool) -> OwnBlock | None:
     """Returns what a block keeps; None if its parts are not norms, attention and one MLP that take
     hidden states alone."""
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]), _default_dtype(dtype):
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(_default_dtype(dtype))
         try:
-            return _traced_block(code, frozen=frozen)
+            return _traced_block(code, dtype, frozen=frozen)
         except Exception:  # of any model's code; the ledger has a formula too
             return None
 
@@ -102,59 +112,59 @@ def _default_dtype(name: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _traced_block(code: BlockCode, *, frozen: bool) -> OwnBlock:
+def _traced_block(code: BlockCode, dtype: str, *, frozen: bool) -> OwnBlock | None:
     config = code.config
     new = code.kind(copy.copy(config), code.layer)
+    if dtype != "bfloat16" and any(map(stacks_experts, new.parameters())):
+        return None  # products of groups are of bfloat16
     for weight in new.parameters():
-        weight.requires_grad_(weight.dim() > 1 or not frozen)
+        # Matrices have adapters; norms and stacked experts have none.
+        weight.requires_grad_(weight.dim() == 2 or not frozen)
     linear = linear_layers(new)
-    stream = 0.0
-    inside = 0.0
+    norms = 0.0
+    heads = None
     rest = []
     for child in new.children():
         if _is_norm(child):
-            stream += _of_norm(child, config.hidden_size)
-        elif child in linear or "Attention" in type(child).__name__:
-            inside += _of_norms_inside(child, config)
+            norms += trace(child, config.hidden_size, of_input=True).kept
+        elif child in linear:
+            continue  # is measured whole: `linear_costs`
+        elif "Attention" in type(child).__name__:
+            heads = _of_norms_inside(child, config)
         elif any(True for _ in child.parameters()):
             rest.append(child)
     (mlp,) = rest
     traced = trace(mlp, config.hidden_size, of_input=False)
-    return OwnBlock(
-        norms=stream / 2 + inside, mlp=stream / 2 + traced.kept, gradients=traced.gradients
-    )
+    return OwnBlock(norms, heads, mlp=traced.kept, gradients=traced.gradients)
 
 
 def _is_norm(module: nn.Module) -> bool:
     return NORM in type(module).__name__
 
 
-def _of_norm(norm: nn.Module, width: int) -> float:
-    return trace(norm, width, of_input=True).kept
-
-
 def _of_norms_inside(attention: nn.Module, config: Any) -> float:
     """Returns the bytes per token that norms of heads and latents keep."""
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    heads = {"q": config.num_attention_heads, "k": keys}
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kept = 0.0
     for name, module in attention.named_children():
-        weight = getattr(module, "weight", None)
-        if not _is_norm(module) or weight is None:
+        if not _is_norm(module):
             continue
-        width = weight.numel()
+        width = sum(weight.numel() for weight in module.parameters())
         copies = 1
-        if width == head_dim:
-            copies = heads.get(name[0], 1)
-        kept += copies * _of_norm(module, width)
+        if width == head_dim and NORM_OF_QUERIES.search(name):
+            copies = heads
+        if width == head_dim and NORM_OF_KEYS.search(name):
+            copies = kv_heads
+        kept += copies * trace(module, width, of_input=True).kept
     return kept
 
 
 def trace(module: nn.Module, width: int, *, of_input: bool) -> Traced:
-    """Runs a module on `TOKENS` fake tokens of `width` values, forward and backward."""
-    live = Live(torch.device("cpu"))
+    """Runs a module on `TOKENS` fake tokens of `width` values, forward and backward. `of_input`:
+    whether its input counts if it keeps it."""
+    live = LiveFakes(torch.device("cpu"))
     for weight in module.parameters():
         live.add(weight)
     given = torch.empty(1, TOKENS, width, requires_grad=True)

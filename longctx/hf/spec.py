@@ -1,7 +1,6 @@
 """Sizes of models of transformers, from their parameters and the many names of their configs."""
 
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from longctx.hf.indexed import indexed_layers, indexers
 from longctx.hf.latents import has_latents, used_parts
 from longctx.hf.linear import has_delta_rule, linear_layers, state_size
 from longctx.hf.linear_costs import LinearCosts, linear_costs
-from longctx.hf.own_blocks import BlockCode
+from longctx.hf.own_blocks import NORM_OF_KEYS, NORM_OF_QUERIES, BlockCode
 from longctx.model.experts import stacks_experts
 from longctx.planning.cost.spec import NO_LATENT, Latent, LayerSpec, Matrix, ModelSpec, Role, Scan
 
@@ -27,9 +26,6 @@ EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 """Names in configs of the number of experts, the experts per token, the width of an expert, and the
 width of an MLP."""
-NORM_OF_QUERIES = re.compile(r"(^|\.)(q|query)_(layer)?norm$")
-NORM_OF_KEYS = re.compile(r"(^|\.)(k|key)_(layer)?norm$")
-"""Names of modules that normalize the heads of queries, and of keys."""
 
 
 def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelSpec:

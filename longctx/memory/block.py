@@ -20,8 +20,7 @@ surrounds attention (mlp); also attention's own results (selective); and the blo
 every mode but none keeps."""
 
 
-NORMS = "input of the norm", "further norms"
-NORMED = "output of the norm"
+NORM, NORMED, NORMS_OF_HEADS = "input of the norm", "output of the norm", "further norms"
 """Names of entries of norms."""
 
 
@@ -79,9 +78,11 @@ class BlockMemory:
         self.own: OwnBlock | None = None
         self.composed = False
         eager = not config.compiles("cuda" if fused else "cpu", spec)
-        if spec.own is not None and eager and not self.train.mlp_tile_tokens:
-            self.own = spec.own.block(config.dtype, frozen=spec.adapted)
+        if spec.own is not None and eager:
             self.composed = spec.own.composes_norms
+            # The trace is of one kind of block, and of an MLP that is not in tiles.
+            if not (spec.encoder_layers or self.train.mlp_tile_tokens):
+                self.own = spec.own.bytes_per_token(config.dtype, frozen=spec.adapted)
         self.whole_norms = fused and not self.composed
         self.stream = self._size(spec.hidden_size)
         self.normed = self.stream * self.tensor_ranks
@@ -162,7 +163,7 @@ class BlockMemory:
         return self.tokens * values * (element_bytes or self.element_bytes) // self.tensor_ranks
 
     def _attention(self) -> Iterator[Entry]:
-        yield Entry("attention", "input of the norm", self.norm, NONE)
+        yield Entry("attention", NORM, self.norm, NONE)
         yield Entry("attention", NORMED, self.normed, NONE)
         # Modes that keep products are assumed to keep all, which is too much.
         if (scan := self.layer.scan) is not None:
@@ -183,7 +184,7 @@ class BlockMemory:
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
         yield Entry(
             "attention",
-            "further norms",
+            NORMS_OF_HEADS,
             self._size(self.layer.attention_norms, self.norm_bytes),
             NONE,
         )
@@ -225,7 +226,7 @@ class BlockMemory:
     def _mlp(self) -> Iterator[Entry]:
         tiled = self.train.mlp_tile_tokens is not None
         outputs = 2 * (self.mlp - self.turn if tiled else self.mlp)
-        yield Entry("mlp", "input of the norm", self.norm, NONE)
+        yield Entry("mlp", NORM, self.norm, NONE)
         yield Entry("mlp", NORMED, self.normed, NONE)
         yield Entry(
             "mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES
@@ -246,15 +247,20 @@ class BlockMemory:
             yield Entry("mlp", "output of the last matrix", last, MATRICES)
 
     def _beside_the_ledger(self, own: OwnBlock) -> Iterator[Entry]:
-        """Yields how much more norms and MLP of transformers' own code keep than the ledger says,
-        or less."""
+        """Yields how much more, or less, transformers' own norms and MLP keep than the entries that
+        say it of ours. Attention and MLP have half of the residual stream's norms each."""
         known = {"attention": 0, "mlp": 0}
+        traced = {"attention": own.norms / 2, "mlp": own.norms / 2 + own.mlp}
+        names = [NORM]
+        if own.heads is not None and self.layer.attends:
+            names.append(NORMS_OF_HEADS)
+            traced["attention"] += own.heads
         for entry in self.entries:
-            counts = entry.part == "mlp" or entry.name in NORMS
-            if counts and "none" in entry.kept_by and entry.name != NORMED:
+            of_mlp = entry.part == "mlp" and entry.name != NORMED
+            if "none" in entry.kept_by and (of_mlp or entry.name in names):
                 known[entry.part] += entry.size
-        for part, traced in (("attention", own.norms), ("mlp", own.mlp)):
-            more = round(self.tokens * traced) - known[part]
+        for part in known:
+            more = round(self.tokens * traced[part]) - known[part]
             yield Entry(part, "what transformers' own code keeps beside", more, NONE)
 
     @property

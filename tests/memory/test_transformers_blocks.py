@@ -12,7 +12,8 @@ from transformers import AttentionInterface, T5Config
 from transformers.models.t5.modeling_t5 import T5Block
 
 from longctx.config import load
-from longctx.hf.live import Live
+from longctx.hf import own_blocks
+from longctx.hf.live import LiveFakes
 from longctx.hf.own_blocks import BlockCode
 from longctx.hf.spec import _layer_spec
 from longctx.memory.block import BlockMemory
@@ -125,7 +126,7 @@ def measured(family: str, dtype: torch.dtype) -> Measured:
             block = getattr(module, f"{name}DecoderLayer")(config, 0)
             x = torch.empty(1, TOKENS, config.hidden_size, requires_grad=True)
             turns = turns_of(family, config), turns_of(family, config)
-            live = Live(torch.device("cpu"))
+            live = LiveFakes(torch.device("cpu"))
             for weight in block.parameters():
                 live.add(weight)
             weights = live.now
@@ -156,6 +157,7 @@ def test_the_ledger_is_that_of_blocks_of_transformers(family: str) -> None:
     config = load(None, ["train.dtype=bfloat16", "train.compile=false", "train.device=cuda"])
     block = BlockMemory(spec, config, found.layer, LOAD, fused=True)
     assert block.own is not None
+    assert found.code.composes_norms == (family != "starcoder2")
     kept = block.kept("none")
     peak = kept + block.mlp_gradients
     print(f"{family}: kept {kept / found.kept:.3f}, peak {peak / found.peak:.3f}")
@@ -164,24 +166,60 @@ def test_the_ledger_is_that_of_blocks_of_transformers(family: str) -> None:
 
 
 def test_a_block_of_other_parts_is_left_to_the_formula() -> None:
-    """T5's has a list of layers; nothing stays changed."""
+    """T5's has a list of layers."""
     config = T5Config(d_model=64, d_kv=16, d_ff=128, num_heads=4, num_layers=1)
     block = T5Block(config)
     code = BlockCode.of([block], config)
     assert code is not None and code.composes_norms
-    state = torch.get_rng_state()
-    assert code.block("bfloat16", frozen=False) is None
-    assert torch.equal(torch.get_rng_state(), state)
+    assert code.bytes_per_token("bfloat16", frozen=False) is None
     assert torch.get_default_dtype() == torch.float32
 
 
 def test_frozen_norms_keep_less_than_trained_ones() -> None:
-    """Their input in float32, without the normalized one; of 2,048 values of each of two norms, half
-    of them apart from the MLP."""
+    """Their input in float32, without the normalized one; of 2,048 values of each of two norms."""
     code = measured("llama", torch.bfloat16).code
-    trained = code.block("bfloat16", frozen=False)
-    frozen = code.block("bfloat16", frozen=True)
+    trained = code.bytes_per_token("bfloat16", frozen=False)
+    frozen = code.bytes_per_token("bfloat16", frozen=True)
     assert trained is not None and frozen is not None
-    assert trained.norms == pytest.approx(6 * 2048, rel=0.01)
-    assert frozen.norms == pytest.approx(4 * 2048, rel=0.01)
+    assert trained.norms == pytest.approx(2 * 6 * 2048, rel=0.01)
+    assert frozen.norms == pytest.approx(2 * 4 * 2048, rel=0.01)
     assert trained.gradients == frozen.gradients
+
+
+def test_rows_of_frozen_experts_are_not_kept() -> None:
+    """Adapters are beside matrices, not beside stacked experts: rows into them, and products, are
+    kept for the gradients of their weights alone."""
+    code = measured("qwen3_moe", torch.bfloat16).code
+    trained = code.bytes_per_token("bfloat16", frozen=False)
+    frozen = code.bytes_per_token("bfloat16", frozen=True)
+    assert trained is not None and frozen is not None
+    rows, products = 4 * 2048, 4 * 1024
+    assert trained.mlp - frozen.mlp == pytest.approx(2 * (rows + products), rel=0.02)
+
+
+def test_a_trace_does_not_depend_on_what_surrounds_it() -> None:
+    code = measured("smollm3", torch.bfloat16).code
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
+        found = code.bytes_per_token("float32", frozen=False)
+    own_blocks._traced.cache_clear()
+    assert found is not None and found == code.bytes_per_token("float32", frozen=False)
+    assert found.mlp > 4 * 3 * 8192
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_largest_of_the_blocks_is_traced() -> None:
+    """After a dense block, which mixtures begin with."""
+    _, sizes = FAMILIES["glm4_moe"]
+    module = importlib.import_module("transformers.models.glm4_moe.modeling_glm4_moe")
+    config = module.Glm4MoeConfig(**sizes | {"first_k_dense_replace": 1})
+    config._attn_implementation = "sdpa"
+    config._experts_implementation = "grouped_mm"
+    with FakeTensorMode():
+        blocks = [module.Glm4MoeDecoderLayer(config, number) for number in range(2)]
+    code = BlockCode.of(blocks, config)
+    assert code is not None and code.layer == 1
+    assert code.bytes_per_token("float32", frozen=False) is None  # products of groups
+    dense = BlockCode.of(blocks[:1], config)
+    experts = code.bytes_per_token("bfloat16", frozen=False)
+    alone = dense.bytes_per_token("bfloat16", frozen=False) if dense is not None else None
+    assert experts is not None and alone is not None and experts != alone

@@ -265,13 +265,15 @@ class OwnBlock(NamedTuple):
     a time.
 
     Attributes:
-        norms: kept by norms, half of those of the residual stream apart.
-        mlp: kept by the MLP beside its input, and by that half.
+        norms: kept by the norms of the residual stream.
+        heads: kept by norms of heads and latents; None where they were not traced.
+        mlp: kept by the MLP beside its input.
         gradients: what is there beside, and beside the gradient of the output, at the peak of the
             MLP's backward.
     """
 
     norms: float
+    heads: float | None
     mlp: float
     gradients: float
 
@@ -283,9 +285,9 @@ class OwnCode(Protocol):
     def composes_norms(self) -> bool:
         """Whether norms are simple operations, each of which keeps its result."""
 
-    def block(self, dtype: str, *, frozen: bool) -> OwnBlock | None:
-        """Returns what the block keeps in a dtype, where its norms' weights are `frozen` or not;
-        None where it could not be traced."""
+    def bytes_per_token(self, dtype: str, *, frozen: bool) -> OwnBlock | None:
+        """Returns what the block keeps in a dtype, `frozen`: where only adapters are trained; None
+        where it could not be traced."""
 
 
 @dataclass(frozen=True)
