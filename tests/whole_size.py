@@ -27,7 +27,7 @@ from longctx.attention import exchange
 from longctx.attention.kernels import KERNELS, KernelRequest, choose_kernel
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
-from longctx.hf.live import LiveFakes
+from longctx.hf import live
 from longctx.memory.loads import micro_batch_loads
 from longctx.memory.model import Memory, RankMemory
 from longctx.parallel import mesh as mesh_module
@@ -131,8 +131,22 @@ class FakeHostWaits(HostWaits):
         return read[name] if name in read else torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
-class Live(LiveFakes):
-    """Follows custom operators inside."""
+class Live(live.Live):
+    """Counts the fake tensors of one device; follows custom operators inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.kinds: set[tuple[str, torch.dtype]] = set()
+        """Types of devices and dtypes of all fake tensors that were made."""
+
+    def add(self, tensor: Any) -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+            return
+        self.kinds.add((tensor.device.type, tensor.dtype))
+        if tensor.device.type == self.device.type:
+            super().add(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in OPERATORS:

@@ -224,14 +224,8 @@ class Reference:
 
     def states(self, sequence: Sequence) -> torch.Tensor:
         """Returns what the output layer gets [tokens, H]."""
-        kept = list[torch.Tensor]()
-        hook = self.head.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
-        try:
-            with torch.no_grad():
-                self.logits(sequence)
-        finally:
-            hook.remove()
-        return kept[0][0]
+        with torch.no_grad():
+            return self._around_output(sequence)[0]
 
     def parts(self, sequence: Sequence) -> dict[str, torch.Tensor]:
         """Returns inputs and outputs of the parts of layers [tokens, width], in the order in which
@@ -360,13 +354,21 @@ class Reference:
 
     def output_of(self, sequence: Sequence) -> torch.Tensor:
         """Returns what the output layer returns [tokens, V]."""
-        kept = list[torch.Tensor]()
-        hook = self.head.register_forward_hook(lambda _, inputs, output: kept.append(output))
+        return self._around_output(sequence)[1]
+
+    def _around_output(self, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what the output layer gets [tokens, H], and returns [tokens, V]."""
+        kept: list[torch.Tensor] = []
+
+        def keep(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            kept.extend((inputs[0][0], output[0]))
+
+        hook = self.head.register_forward_hook(keep)
         try:
             self.logits(sequence)
         finally:
             hook.remove()
-        return kept[0][0]
+        return kept[0], kept[1]
 
     def taken(self) -> "Gradients":
         """Returns the gradients that the model has, and leaves none."""

@@ -3,19 +3,17 @@ counted, not computed."""
 
 import math
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from longctx.attention.linear.recurrence import Recurrence
 from longctx.hf.linear import ARGUMENT, LayerRecurrence, replace_functions
+from longctx.hf.live import Live
 from longctx.planning.cost.spec import PassFlops
 from longctx.planning.layout import Layout, Placement
 
@@ -53,31 +51,6 @@ class LinearCosts(NamedTuple):
 
 
 _MEASURED: dict[tuple[Any, ...], LinearCosts] = {}
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of live tensors that operators return inside it, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.size = self.peak = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
-        out = function(*arguments, **(named or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage not in self.seen:
-                self.seen.add(storage)
-                self.size += storage.nbytes()
-                self.peak = max(self.peak, self.size)
-                weakref.finalize(storage, self._free, storage.nbytes())
-        return out
-
-    def _free(self, size: int) -> None:
-        self.size -= size
 
 
 class _Forward(nn.Module):
@@ -124,19 +97,23 @@ def linear_costs(layer: nn.Module, kind: type, hidden_size: int) -> LinearCosts:
 
 
 def _memory(layer: nn.Module, hidden_size: int) -> tuple[int, int]:
-    run, x = _prepared(layer, hidden_size, WHOLE)
-    with Live() as live:
+    run, x, weights = _prepared(layer, hidden_size, WHOLE)
+    live = Live()
+    for weight in weights:
+        live.add(weight)
+    beside = live.now
+    with live:
         out = run()
-        kept = live.size
-        live.peak = live.size
+        kept = live.now - beside
+        live.peak = live.now
         torch.autograd.grad(out, x, torch.empty_like(out))
-    return kept // TOKENS, (live.peak - kept) // TOKENS
+    return kept // TOKENS, (live.peak - beside - kept) // TOKENS
 
 
 def _scan_flops(layer: nn.Module, hidden_size: int, where: Where) -> PassFlops:
     """Returns the operations of the scan: triangular systems, and products of batches of matrices,
     which weights are not."""
-    run, x = _prepared(layer, hidden_size, where)
+    run, x, _ = _prepared(layer, hidden_size, where)
     forward, backward = (
         FlopCounterMode(display=False, custom_mapping={_SOLVE: _solve_flops}) for _ in range(2)
     )
@@ -165,8 +142,8 @@ def _solve_flops(_system: Any, right: torch.Size, *_: Any, **__: Any) -> int:
 
 def _prepared(
     layer: nn.Module, hidden_size: int, where: Where
-) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Returns a function that runs a layer's forward on the meta device, and its input."""
+) -> tuple[Callable[[], Any], torch.Tensor, list[torch.Tensor]]:
+    """Returns a function that runs a layer's forward on the meta device, its input and weights."""
     wrapped = _Forward(layer)
     everything = [*wrapped.named_parameters(), *wrapped.named_buffers()]
     weights = {
@@ -179,4 +156,8 @@ def _prepared(
     layout = Layout.of([where.placement], [length], 0, where.rank)
     silent: Any = _Silent
     recurrence: Any = Recurrence(layout, exchange=silent)
-    return lambda: functional_call(wrapped, weights, (x, LayerRecurrence(recurrence, None))), x
+
+    def run() -> Any:
+        return functional_call(wrapped, weights, (x, LayerRecurrence(recurrence, None)))
+
+    return run, x, list(weights.values())

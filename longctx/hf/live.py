@@ -1,34 +1,28 @@
-"""Bytes of fake tensors that are alive."""
+"""Bytes of tensors that are alive while a module runs on no values."""
 
 import weakref
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class LiveFakes(TorchDispatchMode):
-    """Counts the bytes of the fake tensors of a device that are alive, `now`, and their `peak`."""
+class Live(TorchDispatchMode):
+    """Counts the bytes of live tensors that operators return inside it, `now`, and their `peak`.
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
+    A view counts as the tensor that it is of: weights are `add`ed before, so that what they take is
+    known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.sizes: dict[int, int] = {}
         self.now = 0
         self.peak = 0
-        self.kinds: set[tuple[str, torch.dtype]] = set()
-        """Types of devices and dtypes of all fake tensors that were made."""
 
-    def add(self, tensor: Any) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
         """Counts a tensor from now on; its storage is counted once."""
-        tensor = getattr(tensor, "_local_tensor", tensor)
-        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-            return
-        self.kinds.add((tensor.device.type, tensor.dtype))
-        if tensor.device.type != self.device.type:
-            return
         storage = tensor.untyped_storage()
         if storage._cdata not in self.sizes:
             self.sizes[storage._cdata] = 0
@@ -48,5 +42,6 @@ class LiveFakes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            self.add(tensor)
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor)
         return out

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longctx.hf.linear import linear_layers
-from longctx.hf.live import LiveFakes
+from longctx.hf.live import Live
 from longctx.model.experts import stacks_experts
 from longctx.planning.cost.spec import OwnBlock
 
@@ -164,7 +164,7 @@ def _of_norms_inside(attention: nn.Module, config: Any) -> float:
 def trace(module: nn.Module, width: int, *, of_input: bool) -> Traced:
     """Runs a module on `TOKENS` fake tokens of `width` values, forward and backward. `of_input`:
     whether its input counts if it keeps it."""
-    live = LiveFakes(torch.device("cpu"))
+    live = Live()
     for weight in module.parameters():
         live.add(weight)
     given = torch.empty(1, TOKENS, width, requires_grad=True)

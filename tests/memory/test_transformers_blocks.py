@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 from longctx.config import load
 from longctx.hf import own_blocks
-from longctx.hf.live import LiveFakes
+from longctx.hf.live import Live
 from longctx.hf.own_blocks import BlockCode
 from longctx.hf.spec import _layer_spec
 from longctx.memory.block import BlockMemory
@@ -126,7 +126,7 @@ def measured(family: str, dtype: torch.dtype) -> Measured:
             block = getattr(module, f"{name}DecoderLayer")(config, 0)
             x = torch.empty(1, TOKENS, config.hidden_size, requires_grad=True)
             turns = turns_of(family, config), turns_of(family, config)
-            live = LiveFakes(torch.device("cpu"))
+            live = Live()
             for weight in block.parameters():
                 live.add(weight)
             weights = live.now
