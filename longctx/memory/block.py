@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from longctx.config import Config
 from longctx.memory.kernels import FLOAT32
 from longctx.memory.loads import Load
-from longctx.planning.cost.spec import LayerSpec, ModelSpec, OwnBlock
+from longctx.planning.cost.spec import LayerSpec, ModelSpec, OwnBlock, OwnCode
 from longctx.planning.cost.work import ELEMENT_BYTES
 
 NONE = ("none",)
@@ -18,10 +18,6 @@ INPUT = (*OPERATORS, "full")
 """Modes that keep: everything (none); outputs of matrices that others recompute (norms); also what
 surrounds attention (mlp); also attention's own results (selective); and the block's input, which
 every mode but none keeps."""
-
-
-NORM, NORMED, NORMS_OF_HEADS = "input of the norm", "output of the norm", "further norms"
-"""Names of entries of norms."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,7 @@ class BlockMemory:
         normed: output of a norm, gathered for tensor-parallel matrices.
         norm: kept by a norm: its input; if it is composed of simple operations a copy in float32,
             and the normalized input, which the weight gradient needs.
+        norms_of_heads: kept by norms of queries and keys.
         queries: Q, and also the output of attention.
         kv_row, keys: K and V of one token, and of all tokens on the rank.
         sent_row: what split documents send of one token: K and V, or its latent.
@@ -75,19 +72,17 @@ class BlockMemory:
         self.tokens = load.tokens
         self.tensor_ranks = config.parallel.tensor_parallel_size
         self.element_bytes = ELEMENT_BYTES[config.dtype]
-        self.own: OwnBlock | None = None
-        self.composed = False
-        eager = not config.compiles("cuda" if fused else "cpu", spec)
-        if spec.own is not None and eager:
-            self.composed = spec.own.composes_norms
-            # The trace is of one kind of block, and of an MLP that is not in tiles.
-            if not (spec.encoder_layers or self.train.mlp_tile_tokens):
-                self.own = spec.own.bytes_per_token(config.dtype, frozen=spec.adapted)
+        code = spec.own
+        if config.compiles("cuda" if fused else "cpu", spec):
+            code = None  # the compiler fuses operations
+        self.composed = code is not None and code.composes_norms
+        self.own = self._traced(code, spec, dtype=config.dtype)
         self.whole_norms = fused and not self.composed
         self.stream = self._size(spec.hidden_size)
         self.normed = self.stream * self.tensor_ranks
         self.norm_bytes = self._norm_bytes(frozen=spec.adapted)
         self.norm = self._size(spec.hidden_size, self.norm_bytes)
+        self.norms_of_heads = self._size(layer.attention_norms, self.norm_bytes)
         self.queries = self._size(layer.num_attention_heads * layer.head_dim)
         self.kv_row = (
             2 * layer.num_key_value_heads * layer.head_dim * self.element_bytes // self.tensor_ranks
@@ -122,6 +117,13 @@ class BlockMemory:
         )
         if self.own is not None:
             self.entries += tuple(self._beside_the_ledger(self.own))
+
+    def _traced(self, code: OwnCode | None, spec: ModelSpec, *, dtype: str) -> OwnBlock | None:
+        """Returns what a block of this code keeps; a trace is of one kind of block, and of an MLP
+        that is not in tiles."""
+        if code is None or spec.encoder_layers or self.train.mlp_tile_tokens:
+            return None
+        return code.bytes_per_token(dtype, frozen=spec.adapted)
 
     def _tokens_at_once(self, config: Config) -> int:
         """Returns the tokens of a tile or turn of the MLP. Experts that are split over ranks may
@@ -163,8 +165,8 @@ class BlockMemory:
         return self.tokens * values * (element_bytes or self.element_bytes) // self.tensor_ranks
 
     def _attention(self) -> Iterator[Entry]:
-        yield Entry("attention", NORM, self.norm, NONE)
-        yield Entry("attention", NORMED, self.normed, NONE)
+        yield Entry("attention", "input of the norm", self.norm, NONE)
+        yield Entry("attention", "output of the norm", self.normed, NONE)
         # Modes that keep products are assumed to keep all, which is too much.
         if (scan := self.layer.scan) is not None:
             yield Entry(
@@ -182,12 +184,7 @@ class BlockMemory:
         lent = self.tokens * self.layer.lent_bytes
         yield Entry("attention", "keys selected for later blocks", lent, NONE + INPUT)
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
-        yield Entry(
-            "attention",
-            NORMS_OF_HEADS,
-            self._size(self.layer.attention_norms, self.norm_bytes),
-            NONE,
-        )
+        yield Entry("attention", "further norms", self.norms_of_heads, NONE)
         yield Entry(
             "attention",
             "of adapters",
@@ -226,8 +223,8 @@ class BlockMemory:
     def _mlp(self) -> Iterator[Entry]:
         tiled = self.train.mlp_tile_tokens is not None
         outputs = 2 * (self.mlp - self.turn if tiled else self.mlp)
-        yield Entry("mlp", NORM, self.norm, NONE)
-        yield Entry("mlp", NORMED, self.normed, NONE)
+        yield Entry("mlp", "input of the norm", self.norm, NONE)
+        yield Entry("mlp", "output of the norm", self.normed, NONE)
         yield Entry(
             "mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES
         )
@@ -247,21 +244,18 @@ class BlockMemory:
             yield Entry("mlp", "output of the last matrix", last, MATRICES)
 
     def _beside_the_ledger(self, own: OwnBlock) -> Iterator[Entry]:
-        """Yields how much more, or less, transformers' own norms and MLP keep than the entries that
-        say it of ours. Attention and MLP have half of the residual stream's norms each."""
-        known = {"attention": 0, "mlp": 0}
-        traced = {"attention": own.norms / 2, "mlp": own.norms / 2 + own.mlp}
-        names = [NORM]
+        """Yields how much more, or less, transformers' own norms and MLP keep than the entries of
+        ours. Attention and MLP have half of the residual stream's norms each."""
+        norms = round(self.tokens * own.norms / 2)
+        in_attention = norms - self.norm
         if own.heads is not None and self.layer.attends:
-            names.append(NORMS_OF_HEADS)
-            traced["attention"] += own.heads
-        for entry in self.entries:
-            of_mlp = entry.part == "mlp" and entry.name != NORMED
-            if "none" in entry.kept_by and (of_mlp or entry.name in names):
-                known[entry.part] += entry.size
-        for part in known:
-            more = round(self.tokens * traced[part]) - known[part]
-            yield Entry(part, "what transformers' own code keeps beside", more, NONE)
+            in_attention += round(self.tokens * own.heads) - self.norms_of_heads
+        of_mlp = sum(entry.size for entry in self._mlp() if "none" in entry.kept_by)
+        # The norm's output is the MLP's input, which is not in the trace.
+        in_mlp = norms + round(self.tokens * own.mlp) - (of_mlp - self.normed)
+        name = "what transformers' own code keeps beside"
+        yield Entry("attention", name, in_attention, NONE)
+        yield Entry("mlp", name, in_mlp, NONE)
 
     @property
     def tile(self) -> int:

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextConfig,
+    Qwen3NextGatedDeltaNet,
+)
 
 from longctx import make_plan
 from longctx.attention import keeping
 from longctx.attention.linear import fused
 from longctx.attention.linear.recurrence import Recurrence
 from longctx.config import load
+from longctx.hf import linear_costs
 from longctx.hf.linear import ARGUMENT, LayerRecurrence, linear_layers, replace_functions
 from longctx.hf.linear_costs import TOKENS, _solve_flops
 from longctx.hf.spec import spec_of
@@ -53,6 +58,18 @@ def spec_and_layer(kind: str) -> tuple[ModelSpec, int, Any]:
     layer, _ = next(iter(linear_layers(model).items()))
     spec = spec_of(model, model.get_decoder().layers)
     return spec, next(i for i, each in enumerate(spec.layers) if each.scan), layer
+
+
+def test_what_a_layer_keeps_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of weights would count, and less for each of more tokens; of real sizes."""
+    config = Qwen3NextConfig()
+    with torch.device("meta"):
+        layer = Qwen3NextGatedDeltaNet(config, 0)
+    replace_functions(sys.modules[type(layer).__module__])
+    few, _ = linear_costs._memory(layer, config.hidden_size)
+    monkeypatch.setattr(linear_costs, "TOKENS", 16 * TOKENS)
+    many, _ = linear_costs._memory(layer, config.hidden_size)
+    assert few == pytest.approx(many, rel=1e-3)
 
 
 def heads_of(layer: Any) -> tuple[int, int, int]:
